@@ -7,6 +7,7 @@ server. Those at the end run against the real one, in an environment of its own:
 
 import contextlib
 import copy
+import inspect
 import json
 import os
 import shutil
@@ -29,6 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from marlhf.config.settings import to_raw
 from marlhf.config.stage import LoRA
+from marlhf.core import Turns
 from marlhf.data import DataConfig
 from marlhf.errors import SettingError
 from marlhf.kernels.sampling import truncate
@@ -422,6 +424,7 @@ def test_starting_vllm_leaves_the_random_state_alone(fake_vllm, small):
     assert made.llm.options["gpu_memory_utilization"] == 0.2
     assert made.llm.options["tensor_parallel_size"] == 2
     assert made.llm.options["dtype"] == "float32"
+    assert made.llm.options["enable_chunked_prefill"] is False  # fails with seeds on a CPU
 
 
 def test_weights_that_vllm_does_not_take_are_a_sentence(fake_vllm, small, monkeypatch):
@@ -954,6 +957,43 @@ def test_two_processes_sample_ahead_with_a_server_as_one_does(serve, fork_server
 
 @pytest.mark.distributed
 @pytest.mark.xdist_group("forked")
+@pytest.mark.parametrize("parallel", ["fsdp", "data"])
+def test_two_processes_converse_with_a_server_as_one_does(serve, fork_server, tmp_path, parallel):
+    """The environments are in one process alone: a wrong answer of the game is drawn there."""
+    settings = {
+        "data": DataConfig(source="guess", limit=60, eval_size=8, parts={"ppo": 1.0}),
+        "reward_model": "",
+        "environment": "guess",
+        "environment_options": {"wrong": 0.3},
+        "max_turns": 3,
+        "episode_tokens": 60,
+        "segmenter": Turns(),
+        "sampling": Sampling(4),
+    }
+    asked = []
+    for name in ("alone", "two"):
+        server = serve(load_policy("tiny"))
+        config = ranks_config(tmp_path / name, engine="vllm", vllm_url=server.url)
+        config = replace(config, **settings)
+        if name == "alone":
+            train(config)
+        else:
+            recipe = tmp_path / "two.yaml"
+            recipe.write_text(yaml.safe_dump(to_raw(replace(config, parallel=parallel))))
+            process = fork_server.start_ranks("-m", "marlhf", "ppo", str(recipe))
+            _, errors = process.communicate(timeout=300)
+            assert process.returncode == 0, errors[-3000:]
+        asked.append(sum(path == "/v1/completions" for path, _, _ in server.seen))
+    assert asked[0] == asked[1] > 2 * 5 + 2 * 3  # more than a turn each
+    alone, two = (train_lines(tmp_path / name) for name in ("alone", "two"))
+    for line, other in zip(two, alone, strict=True):
+        for key in ("rl/score", "rl/kl", "rl/turns", "rl/world_tokens", "rl/policy_loss"):
+            assert line[key] == pytest.approx(other[key], abs=2e-4), key
+        assert line["rl/logprob_gap"] < 1e-5
+
+
+@pytest.mark.distributed
+@pytest.mark.xdist_group("forked")
 def test_a_server_that_fails_ends_both_processes(serve, fork_server, tmp_path, monkeypatch):
     server = serve(load_policy("tiny"))
 
@@ -972,12 +1012,23 @@ def test_a_server_that_fails_ends_both_processes(serve, fork_server, tmp_path, m
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
 
 
-# The real one. Head size 32, for its attention on a CPU has no smaller ones.
-WIDE = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 128}
+# The real one. Head size 32, for its attention on a CPU has no smaller ones. Conversations are
+# longer than its blocks of 128 tokens, so that their beginnings are in its prefix cache.
+WIDE = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 512}
 STARTS = 420
 """Seconds that vLLM may take to start on a busy machine."""
-REAL = """
+
+
+def chat(row, tokens):
+    """A reply of up to 90 tokens that depends on all of the turn, or the end."""
+    number = (row + sum(tokens)) % 10
+    return None if number == 9 else [(3 * i + row) % 40 + 2 for i in range(10 * number)]
+
+
+REAL = f"""
 import json, sys, time, torch
+{inspect.getsource(chat)}"""
+REAL += """
 from transformers import AutoModelForCausalLM
 from marlhf.config.stage import LoRA
 from marlhf.models.adapters import FrozenBaseModel
@@ -994,6 +1045,8 @@ def gap(model, rollout, temperature):
     sequences = Sequences.from_lists(prompts, rollout.responses, 0)
     with torch.no_grad():
         expected = token_stats(model, sequences, temperature).logprobs
+    if rollout.sampled is not None:
+        expected = expected.masked_fill(~rollout.sampled, 0)
     return float((rollout.logprobs - expected).abs().max())
 
 engine = VLLMEngine(policy, ends, 0, memory=0.1)
@@ -1010,6 +1063,17 @@ for name, model in ("first", policy), ("second", later):
     for sampling in Sampling(24, 0.7), Sampling(24, 1.0), Sampling(24, 0.7, top_k=5, top_p=0.9):
         rollout = engine.generate(prompts, sampling, seeds)
         found[name]["gaps"].append(gap(model, rollout, sampling.scale))
+    limits, greedy = [400] * len(prompts), Sampling(6, temperature=0)
+    talks = [e.generate(prompts, greedy, seeds, limits, chat) for e in (native, engine)]
+    found[name]["talks"] = [[talk.responses, talk.sampled.tolist()] for talk in talks]
+    for sampling in Sampling(6, 0.7), Sampling(6, 0.7, top_k=5):
+        talk = engine.generate(prompts, sampling, seeds, limits, chat)
+        talks.append(talk)
+        assert talk.responses == engine.generate(prompts, sampling, seeds, limits, chat).responses
+    found[name]["talk_gaps"] = [gap(model, talk, 0.7) for talk in talks[2:]]
+# More new tokens than vLLM reads at once.
+texts = [[5 + i, *range(2, 40), *range(2, 40), *range(2, 40)] for i in range(40)]
+found["many"] = [len(r) for r in engine.generate(texts, Sampling(4), range(40)).responses]
 runs = [engine.generate(prompts, Sampling(24), s) for s in (seeds, seeds, seeds[::-1])]
 found["seeds"] = [run.responses for run in runs]
 found["alone"] = engine.generate(prompts[:1], Sampling(24), seeds[:1]).responses
@@ -1104,6 +1168,24 @@ def test_real_logprobs_are_those_of_the_training_pass(measured):
 
 @real
 @pytest.mark.slow
+def test_real_conversations_are_the_native_engines_when_greedy(measured):
+    for name in ("first", "second"):
+        mine, theirs = measured[name]["talks"]
+        assert theirs == mine
+        assert max(map(len, mine[0])) > 200  # several blocks, and so several turns
+        assert max(measured[name]["talk_gaps"]) < 1e-4
+    assert measured["first"]["talks"] != measured["second"]["talks"]
+
+
+@real
+@pytest.mark.slow
+def test_real_prompts_with_more_tokens_than_a_step_are_answered(measured):
+    assert len(measured["many"]) == 40
+    assert min(measured["many"]) > 0
+
+
+@real
+@pytest.mark.slow
 def test_real_seeds_decide_and_neighbours_do_not(measured):
     again, other = measured["seeds"][1:]
     assert measured["seeds"][0] == again != other
@@ -1126,7 +1208,7 @@ def real_server(root, *options):
     command = [VLLM, "-m", "vllm.entrypoints.openai.api_server", "--model", str(root / "first")]
     command += ["--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init"]
     command += ["--dtype", "float32", "--enforce-eager", "--gpu-memory-utilization", "0.1"]
-    command += ["--logprobs-mode", "processed_logprobs", *options]
+    command += ["--logprobs-mode", "processed_logprobs", "--no-enable-chunked-prefill", *options]
     log = root / "log"
     with log.open("w") as file:
         server = subprocess.Popen(command, env=environment(), stdout=file, stderr=file)
@@ -1170,7 +1252,24 @@ def check_updates(engine, models):
                 logprobs = token_stats(model, sequences, 0.7).logprobs
             torch.testing.assert_close(runs[0].logprobs, logprobs, atol=1e-4, rtol=0)
         seen.append(runs[0].responses)
+        check_conversations(engine, model)
     assert seen[0] != seen[1]
+
+
+def check_conversations(engine, model):
+    """As by the native engine where greedy; drawn ones have log-probs of the training pass."""
+    limits, native = [400] * len(PROMPTS), NativeEngine(model, ENDS, 0)
+    asked = PROMPTS, Sampling(6, temperature=0), SEEDS, limits, chat
+    found, expected = engine.generate(*asked), native.generate(*asked)
+    same(found, expected)
+    assert found.sampled.equal(expected.sampled)
+    assert max(map(len, found.responses)) > 200  # several blocks, and so several turns
+    runs = [engine.generate(PROMPTS, Sampling(6, 0.7), SEEDS, limits, chat) for _ in range(2)]
+    assert runs[0].responses == runs[1].responses
+    sequences = Sequences.from_lists(PROMPTS, runs[0].responses, 0)
+    with torch.no_grad():
+        logprobs = token_stats(model, sequences, 0.7).logprobs.masked_fill(~runs[0].sampled, 0)
+    torch.testing.assert_close(runs[0].logprobs, logprobs, atol=1e-4, rtol=0)
 
 
 @real

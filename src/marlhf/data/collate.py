@@ -6,16 +6,17 @@ Axes: B rows, P padded length.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from marlhf.errors import SettingError
+from marlhf.errors import MarlhfError, SettingError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
 TokenRows = Sequence[Sequence[int]]
 """Token ids of some rows: of their prompts, or of their responses."""
 
@@ -119,3 +120,16 @@ class SingleProcess:
     def broadcast(self, value: Any) -> Any:
         """The main process's value."""
         return value
+
+    def on_main(self, call: Callable[[], T]) -> T:
+        """What a call returns in the main process, or its error, in all processes."""
+        result: T | MarlhfError | None = None
+        if self.main:
+            try:
+                result = call()
+            except MarlhfError as error:
+                result = error
+        result = self.broadcast(result)
+        if isinstance(result, MarlhfError):
+            raise result
+        return cast(T, result)

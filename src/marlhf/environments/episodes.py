@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from marlhf.data.collate import TokenRows
+from marlhf.data.collate import SingleProcess, TokenRows
 from marlhf.data.rows import Message, Row
 from marlhf.environments.chat_tokens import WORLD_ROLES, ChatTokens, check_messages
 from marlhf.environments.processes import OwnProcess
@@ -163,20 +163,29 @@ class Conversations:
         sampling: Sampling,
         starts: Sequence[int] | None = None,
         beginnings: Sequence[Beginning] = (),
+        processes: SingleProcess | None = None,
     ) -> tuple[Rollout, list[list[int]], list[EpisodeRecord]]:
         """What was sampled, the tokens that the model saw first, and what became of each episode.
 
         Environments are reset from `starts`, the seeds of sampling unless given. With
-        `beginnings` the first turns are replayed, and what is sampled follows them.
+        `beginnings` the first turns are replayed, and what is sampled follows them. Of several
+        `processes` that make this call together, the main one has the environments.
         """
-        episodes = Episodes(self, rows, seeds if starts is None else starts)
-        episodes.replay(beginnings)
+        together = processes or SingleProcess()
+        own_rows = rows if together.main else []
+        episodes = Episodes(self, own_rows, seeds if starts is None else starts)
+
+        def begin() -> tuple[list[list[int]], list[int]]:
+            episodes.replay(beginnings)
+            return episodes.prompts, episodes.limits
+
+        prompts, room = together.on_main(begin)
         said = [begun.tokens for begun in beginnings] or [[] for _ in rows]
-        texts = [[*prompt, *before] for prompt, before in zip(episodes.prompts, said)]
-        limits = [limit - len(before) for limit, before in zip(episodes.limits, said)]
+        texts = [[*prompt, *before] for prompt, before in zip(prompts, said)]
+        limits = [limit - len(before) for limit, before in zip(room, said)]
         rollout = engine.generate(texts, sampling, seeds, limits, episodes.reply)
         whole = [[*before, *after] for before, after in zip(said, rollout.responses)]
-        return rollout, episodes.prompts, episodes.records(whole)
+        return rollout, prompts, together.on_main(lambda: episodes.records(whole))
 
 
 class Episodes:

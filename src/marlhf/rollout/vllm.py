@@ -15,9 +15,9 @@ import importlib
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,6 @@ from marlhf.rollout.engine import (
     draws,
 )
 
-T = TypeVar("T")
 MAX_GAP = 0.25
 """Nats per token between vLLM's log-probs and the policy's that rounding cannot explain."""
 CHECKED_TOKENS = 16
@@ -155,13 +154,9 @@ class VLLM(ABC):
             return completions
 
         converse_in_rounds(
-            talk, sample_turns, lambda turns: self._on_main(lambda: ask_all(reply, turns))
+            talk, sample_turns, lambda turns: self.processes.on_main(lambda: ask_all(reply, turns))
         )
         return talk.rollout(self.end_tokens, self.policy.device), first[0]
-
-    def _on_main(self, call: Callable[[], T]) -> T:
-        """What a call returns in the main process, for all that sample together."""
-        return call()
 
     def _prepare(self, request: SamplingRequest, *, turns: bool = False) -> None:
         """Check what is asked for, and send the weights if they have changed."""
@@ -294,6 +289,8 @@ class VLLMEngine(VLLM):
             "load_format": "dummy",
             "dtype": str(self._dtype(policy)).removeprefix("torch."),
             "enforce_eager": policy.device.type == "cpu",  # compiling there takes minutes
+            # vLLM rewinds the generator of a prompt that it reads in parts, which no CPU's can.
+            "enable_chunked_prefill": False if policy.device.type == "cpu" else None,
             "skip_tokenizer_init": True,
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature
             "gpu_memory_utilization": memory,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -25,7 +25,7 @@ from marlhf.config.stage import Sampling
 from marlhf.data.collate import SingleProcess, TokenRows
 from marlhf.models.base import Model, Precision
 from marlhf.rollout.engine import Rollout, SamplingRequest
-from marlhf.rollout.vllm import VLLM, Completion, RefusedError, RolloutError, T, fields, short
+from marlhf.rollout.vllm import VLLM, Completion, RefusedError, RolloutError, fields, short
 from marlhf.rollout.weight_transfer import EXTENSION, PROTOCOL, WeightSender
 
 RETRY_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
@@ -119,7 +119,7 @@ class VLLMServer(VLLM):
             assert pending is not None, "only the main process waits for the server"
             return pending.result()
 
-        return lambda: self._rollout(request, self._on_main(wait))
+        return lambda: self._rollout(request, self.processes.on_main(wait))
 
     def close(self) -> None:
         """The server is the user's, and stays."""
@@ -144,7 +144,9 @@ class VLLMServer(VLLM):
 
     def _complete(self, request: SamplingRequest) -> list[Completion]:
         for _ in range(3):
-            completions, lost = self._on_main(lambda: (self._request_all(request), self.lost))
+            completions, lost = self.processes.on_main(
+                lambda: (self._request_all(request), self.lost)
+            )
             if not lost:
                 return completions
             # It may have been restarted, with the weights of its files: send ours, sample again.
@@ -164,19 +166,6 @@ class VLLMServer(VLLM):
             )
         return Completion(tokens, logprobs["token_logprobs"])
 
-    def _on_main(self, call: Callable[[], T]) -> T:
-        """What a call returns in the main process, or its error, in all processes."""
-        result: T | RolloutError | None = None
-        if self.processes.main:
-            try:
-                result = call()
-            except RolloutError as error:
-                result = error
-        result = self.processes.broadcast(result)
-        if isinstance(result, RolloutError):
-            raise result
-        return cast(T, result)
-
     def _send_weights(self) -> None:
         # All processes gather each weight of a sharded policy, to the last one.
         weights = self._weights()
@@ -189,7 +178,7 @@ class VLLMServer(VLLM):
 
         if not self.processes.main:
             deque(weights, maxlen=0)
-        self._on_main(transfer)
+        self.processes.on_main(transfer)
 
     def _transfer(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         workers = 0 if self.by_folder else self._count_workers()

@@ -16,7 +16,7 @@ from marlhf.config.stage import Precision, Sampling
 from marlhf.core import Vocabulary
 from marlhf.data import Row
 from marlhf.data.collate import TokenRows
-from marlhf.environments import ChatTokens, ConversationError, Conversations, find_environment
+from marlhf.environments import ChatTokens, Conversations, find_environment
 from marlhf.models.base import Model, Tokenizer, autocast
 from marlhf.models.forward import token_stats, token_values
 from marlhf.models.load import check_vocabulary, end_tokens, load_tokenizer
@@ -120,7 +120,7 @@ def load_models(config: RLConfig, objects: GivenObjects, world: World, *, critic
             judged = replace(config, reward_combine="mean")
             gold = _reward_model(config.gold_model, models["gold"], judged, tokenizer, world)
         parsing = open_parsing(config.segmenter, tokenizer)
-        conversations = _open_conversations(config, objects, tokenizer, world)
+        conversations = _open_conversations(config, objects, tokenizer)
         engine, ahead = _load_engine(config, policy, ends, pad, world)
     table = vocabulary(tokenizer, policy.config.get_text_config().vocab_size)
     return Models(
@@ -169,16 +169,11 @@ def load_prompts(
 
 
 def _open_conversations(
-    config: RLConfig, objects: GivenObjects, tokenizer: Tokenizer, world: World
+    config: RLConfig, objects: GivenObjects, tokenizer: Tokenizer
 ) -> Conversations | None:
     """Those that the config asks for, checked; None where a response is a single turn."""
     if not config.environment:
         return None
-    if world.size > 1 and config.vllm_url:
-        raise ConversationError(
-            "A vLLM server samples conversations for one training process, not for several. "
-            "Start without torchrun, or leave out vllm_url."
-        )
     make = objects.environment
     if make is None:
         make = find_environment(config.environment, config.code, **config.environment_options)

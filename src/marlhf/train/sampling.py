@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from marlhf.config.stage import Sampling
+from marlhf.data.collate import SingleProcess
 from marlhf.environments import Beginning
 from marlhf.models.base import Model
 from marlhf.rollout.engine import AsyncEngine, Engine, Rollout
@@ -68,22 +69,33 @@ def sample_examples(
     """
     if models.conversations is None:
         return examples, sample_responses([e.prompt for e in examples], models, seeds)
-    world = models.world
+    world, conversations = models.world, models.conversations
+
+    def play(rows: list[int], processes: SingleProcess) -> tuple[dict[int, Example], Rollout]:
+        begun = [beginnings[i] for i in rows] if beginnings else []
+        rollout, prompts, records = conversations.play(
+            [examples[i].row for i in rows],
+            [seeds[i] for i in rows],
+            models.engine,
+            models.sampling,
+            [each.seed for each in begun] or [seeds[i - i % group] for i in rows],
+            begun,
+            processes,
+        )
+        played = {
+            i: replace(examples[i], prompt=prompt, episode=record)
+            for i, prompt, record in zip(rows, prompts, records)
+        }
+        return played, rollout
+
+    if models.engine.serves_all_ranks:
+        played, rollout = play(list(range(len(examples))), world)
+        return list(played.values()), rollout
     share = world.share([len(e.prompt) for e in examples])
-    rollout, played = None, dict[int, Example]()
+    played, rollout = dict[int, Example](), None
     with world.gathered(models.policy), world.raise_on_all_ranks():
         if share:
-            begun = [beginnings[i] for i in share] if beginnings else []
-            rollout, prompts, records = models.conversations.play(
-                [examples[i].row for i in share],
-                [seeds[i] for i in share],
-                models.engine,
-                models.sampling,
-                [each.seed for each in begun] or [seeds[i - i % group] for i in share],
-                begun,
-            )
-            for i, prompt, record in zip(share, prompts, records):
-                played[i] = replace(examples[i], prompt=prompt, episode=record)
+            played, rollout = play(share, SingleProcess())
     rollout = gather_rollout(world, rollout, share, len(examples))
     if world.size > 1:
         played = {i: e for part in world.gather_objects(played) for i, e in part.items()}
