@@ -962,7 +962,6 @@ def test_two_processes_converse_with_a_server_as_one_does(serve, fork_server, tm
     """The environments are in one process alone: a wrong answer of the game is drawn there."""
     settings = {
         "data": DataConfig(source="guess", limit=60, eval_size=8, parts={"ppo": 1.0}),
-        "reward_model": "",
         "environment": "guess",
         "environment_options": {"wrong": 0.3},
         "max_turns": 3,
