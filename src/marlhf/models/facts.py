@@ -1,4 +1,4 @@
-"""What a model is, from its small files alone: where it is, its config, adapters, heads.
+"""What a model is, from its small files alone: where it is, its config, tokenizer, adapters, heads.
 
 A folder with `adapter_config.json` is an adapter. marlhf also keeps one as `adapter/` inside the
 folder of a merged model: the same folder then serves readers of plain models, and runs that put
@@ -23,10 +23,12 @@ from huggingface_hub.errors import (
     HFValidationError,
     RepositoryNotFoundError,
 )
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from marlhf.models.base import Model, ModelError, quiet_transformers
+from marlhf.models.base import Model, ModelError, Tokenizer, quiet_transformers
 from marlhf.models.heads import SCALAR
+from marlhf.models.tiny import tiny_tokenizer
 from marlhf.runs.layout import MODEL, is_run
 
 CONFIG, RECORD = "adapter_config.json", "base.json"
@@ -38,7 +40,10 @@ HUB_TIMEOUT = 10.0
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of a model before its weights are read. Its config is read when asked for."""
+    """What is known of a model before its weights are read.
+
+    Its config and its tokenizer are read when they are first asked for, and then kept.
+    """
 
     model: str | Model
     saved: Path | None = None  # the saved adapter that the model is
@@ -76,6 +81,28 @@ class ModelFacts:
             return AutoConfig.from_pretrained(
                 **self.files, trust_remote_code=self.trust_remote_code
             )
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Of a named model: one that has an EOS and a padding token, and pads on the left."""
+        path = self.model
+        assert isinstance(path, str), "a given model comes without its tokenizer"
+        if path == "tiny":
+            return tiny_tokenizer()
+        if self.saved_on is not None and not (Path(path) / "tokenizer_config.json").is_file():
+            return self.saved_on.tokenizer
+        with explained(path, "tokenizer"):
+            declared = {} if is_gguf(path) else get_tokenizer_config(**self.files)
+            # AutoTokenizer goes by the model's family even where the folder says that its
+            # tokenizer is a plain one, and a family's own class may cut text into other tokens.
+            kind = declared.get("tokenizer_class")
+            plain = kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
+            loader = PreTrainedTokenizerFast if plain else AutoTokenizer
+            remote = self.trust_remote_code
+            tokenizer = loader.from_pretrained(**self.files, trust_remote_code=remote)
+            if is_gguf(path) and (end := gguf_end(path)) is not None:
+                tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+        return with_ends(tokenizer, f"of {path}")
 
     @property
     def is_scalar(self) -> bool:
@@ -118,6 +145,20 @@ def model_facts(
         trust_remote_code,
         setting,
     )
+
+
+def with_ends(tokenizer: Tokenizer, which: str) -> Tokenizer:
+    """A tokenizer made ready: it ends responses, pads on the left, and gives text back as it is."""
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"The tokenizer {which} has no EOS token, so a response could never end. "
+            "Set `eos_token` in its tokenizer_config.json."
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token  # harmless: masks come from lengths, not ids
+    tokenizer.padding_side = "left"
+    tokenizer.clean_up_tokenization_spaces = False  # text must come back as the tokens have it
+    return tokenizer
 
 
 def adapter_base(path: str | Path) -> str | None:

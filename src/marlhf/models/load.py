@@ -12,26 +12,12 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-)
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from marlhf.models.adapter_files import merge_adapter
 from marlhf.models.adapters import FrozenBaseModel
 from marlhf.models.base import Head, Model, ModelError, Tokenizer, disable_dropout
-from marlhf.models.facts import (
-    ModelFacts,
-    adapter_base,
-    explained,
-    gguf_end,
-    is_gguf,
-    locate,
-    model_facts,
-)
+from marlhf.models.facts import ModelFacts, explained, model_facts, with_ends
 from marlhf.models.heads import (
     SCALAR,
     hidden_scale,
@@ -41,7 +27,7 @@ from marlhf.models.heads import (
     unknown_head,
     with_scalar_head,
 )
-from marlhf.models.tiny import tiny_model, tiny_tokenizer
+from marlhf.models.tiny import tiny_model
 
 
 def load_tokenizer(
@@ -52,37 +38,8 @@ def load_tokenizer(
     `setting` is the one that named the path, for errors; so it is below.
     """
     if not isinstance(path, str):
-        return _with_ends(path, "that was given")
-    if path == "tiny":
-        return tiny_tokenizer()
-    if (base := adapter_base(path)) is not None and not (
-        Path(path) / "tokenizer_config.json"
-    ).is_file():
-        return load_tokenizer(base, trust_remote_code=trust_remote_code, setting=setting)
-    with explained(path, "tokenizer"):
-        source = locate(path, setting)
-        declared = {} if is_gguf(path) else get_tokenizer_config(**source)
-        # AutoTokenizer goes by the model's family even where the folder says that its tokenizer
-        # is a plain one, and a family's own class may cut text into other tokens.
-        plain = declared.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
-        loader = PreTrainedTokenizerFast if plain else AutoTokenizer
-        tokenizer = loader.from_pretrained(**source, trust_remote_code=trust_remote_code)
-        if is_gguf(path) and (end := gguf_end(path)) is not None:
-            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
-    return _with_ends(tokenizer, f"of {path}")
-
-
-def _with_ends(tokenizer: Tokenizer, which: str) -> Tokenizer:
-    if tokenizer.eos_token_id is None:
-        raise ModelError(
-            f"The tokenizer {which} has no EOS token, so a response could never end. "
-            "Set `eos_token` in its tokenizer_config.json."
-        )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # harmless: masks come from lengths, not ids
-    tokenizer.padding_side = "left"
-    tokenizer.clean_up_tokenization_spaces = False  # text must come back as the tokens have it
-    return tokenizer
+        return with_ends(path, "that was given")
+    return model_facts(path, trust_remote_code=trust_remote_code, setting=setting).tokenizer
 
 
 def load_policy(
