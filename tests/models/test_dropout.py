@@ -6,9 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from marlhf.models.base import disable_dropout
 from marlhf.models.heads import with_scalar_head
-from marlhf.models.load import load_policy, load_scalar
+from marlhf.models.load import disable_dropout, load_policy, load_scalar
 from tiny_families import random_config
 
 IDS = torch.arange(2, 20)[None]

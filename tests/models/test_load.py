@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from marlhf.models.base import ModelError
-from marlhf.models.facts import locate, model_facts
+from marlhf.models.facts import locate, model_facts, same_tokenizer
 from marlhf.models.forward import Sequences, final_scores, token_stats
 from marlhf.models.load import (
     check_vocabulary,
@@ -21,7 +21,6 @@ from marlhf.models.load import (
     load_policy,
     load_scalar,
     load_tokenizer,
-    same_tokenizer,
 )
 
 IDS = torch.arange(2, 20)[None]

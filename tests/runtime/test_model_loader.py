@@ -13,16 +13,9 @@ from marlhf.models.facts import model_facts
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
-from marlhf.runtime.model_loader import (
-    OnBase,
-    WholeModel,
-    load_sources,
-    reward_items,
-    rl_sources,
-    trained_source,
-)
+from marlhf.runtime.model_loader import load_sources
+from marlhf.runtime.sources import OnBase, WholeModel, reward_items, rl_sources, trained_source
 from marlhf.runtime.stage import NO_OBJECTS, GivenObjects
-from marlhf.train.dpo_config import DPOConfig
 from marlhf.train.ppo_config import PPOConfig
 
 TOKENIZER = tiny_tokenizer()
@@ -75,8 +68,7 @@ def adapter(folder: str, task: str) -> None:
 
 
 def resolve(config, objects=NO_OBJECTS, *, critic=True):
-    rewards = reward_items(config, objects)
-    return rl_sources(config, objects, TOKENIZER, rewards, critic=critic)
+    return rl_sources(config, objects, critic=critic).roles
 
 
 def test_whole_models_come_from_their_paths():
@@ -234,16 +226,16 @@ def test_a_language_model_scores_only_where_that_was_asked_for(setting):
 
 
 def test_stages_with_one_model():
-    config = DPOConfig(model="tiny", seed=2)
-    assert trained_source("language", config, NO_OBJECTS) == whole("tiny", "language", seed=2)
-    assert trained_source("scalar", config, NO_OBJECTS) == whole("tiny", "scalar", seed=2)
-    adapted = replace(config, lora=APART)
+    def start(head, model, adapter=None):
+        return trained_source(head, model_facts(model), adapter, seed=2)
+
+    assert start("language", "tiny") == whole("tiny", "language", seed=2)
+    assert start("scalar", "tiny") == whole("tiny", "scalar", seed=2)
     base = whole("tiny", "language", seed=2)  # stays a language model, for a policy to share
-    assert trained_source("scalar", adapted, NO_OBJECTS) == OnBase(base, "scalar", APART)
-    started = trained_source("scalar", replace(adapted, model="reward-adapter"), NO_OBJECTS)
+    assert start("scalar", "tiny", APART) == OnBase(base, "scalar", APART)
+    started = start("scalar", "reward-adapter", APART)
     assert started == OnBase(whole("tiny", "scalar", seed=2), "scalar", Path("reward-adapter"))
-    given = trained_source("scalar", adapted, GivenObjects(model=Scalar()))
-    assert given.base.head == "scalar"
+    assert start("scalar", Scalar(), APART).base.head == "scalar"
 
 
 def test_roles_that_start_from_the_same_weights_share_no_memory():

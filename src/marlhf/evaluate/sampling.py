@@ -40,12 +40,11 @@ from marlhf.evaluate.eval_plan import (
     is_user_environment,
 )
 from marlhf.models.base import Model, Tokenizer, autocast, pick_device
-from marlhf.models.facts import model_facts
+from marlhf.models.facts import model_facts, same_tokenizer
 from marlhf.models.forward import token_stats
 from marlhf.models.load import (
     check_vocabulary,
     end_tokens,
-    has_same_tokenizer,
     load_policy,
     load_scalar,
     load_tokenizer,
@@ -176,7 +175,8 @@ class SamplingTask:
         if path is None or weights_digest(path) == weights_digest(self.policy.model):
             return None
         remote = self.plan.trust_remote_code
-        if not has_same_tokenizer(path, self.tokenizer, trust_remote_code=remote):
+        own = load_tokenizer(path, trust_remote_code=remote)
+        if not same_tokenizer(own, self.tokenizer):
             raise EvaluationError(
                 f"The tokenizer of the reference {path} is not that of {self.policy.model}, so "
                 "there is no KL between them. Give another --reference, or --reference none."

@@ -161,6 +161,11 @@ def with_ends(tokenizer: Tokenizer, which: str) -> Tokenizer:
     return tokenizer
 
 
+def same_tokenizer(a: Tokenizer, b: Tokenizer) -> bool:
+    """Whether ids of one mean the same to the other."""
+    return a is b or (a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id)
+
+
 def adapter_base(path: str | Path) -> str | None:
     """The model that an adapter folder belongs to; None where the folder is no adapter."""
     if not (Path(path) / CONFIG).is_file():

@@ -172,14 +172,15 @@ def with_scalar_head(language_model: Model, seed: int) -> Model:
             f"A {type(language_model).__name__} cannot have a scalar head: its weights do not make "
             f"up a {config.model_type} model. Take a decoder such as Llama, Qwen or Gemma."
         ) from error
-    if not isinstance(getattr(model, "score", None), nn.Linear):
-        raise unknown_head(f"The model of a {type(language_model).__name__}", model)
+    check_head(model, f"The model of a {type(language_model).__name__}")
     init_scalar_head(model.score, seed, hidden_scale(model))
     return model
 
 
-def unknown_head(name: str, model: Model) -> ModelError:
-    return ModelError(
-        f"{name} is a {type(model).__name__}, whose scalar head marlhf does not know. "
-        "Decoder families such as Llama, Qwen, Gemma, Mistral and GPT-2 have `score`."
-    )
+def check_head(model: Model, name: str) -> None:
+    """Refuse a classifier of a family whose head is not `score`."""
+    if not isinstance(getattr(model, "score", None), nn.Linear):
+        raise ModelError(
+            f"{name} is a {type(model).__name__}, whose scalar head marlhf does not know. "
+            "Decoder families such as Llama, Qwen, Gemma, Mistral and GPT-2 have `score`."
+        )

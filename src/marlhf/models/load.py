@@ -6,25 +6,27 @@ computes in. Dropout is always off: PPO compares log-probs of two passes.
 
 from __future__ import annotations
 
-from pathlib import Path
+import copy
+from types import MethodType
 from typing import Any, cast
 
 import torch
 import transformers
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from marlhf.models.adapter_files import merge_adapter
 from marlhf.models.adapters import FrozenBaseModel
-from marlhf.models.base import Head, Model, ModelError, Tokenizer, disable_dropout
+from marlhf.models.base import Head, Model, ModelError, Tokenizer
 from marlhf.models.facts import ModelFacts, explained, model_facts, with_ends
 from marlhf.models.heads import (
     SCALAR,
+    check_head,
     hidden_scale,
     init_scalar_head,
     num_members,
     scalar_config,
-    unknown_head,
     with_scalar_head,
 )
 from marlhf.models.tiny import tiny_model
@@ -71,55 +73,77 @@ def load_model(
     facts: ModelFacts,
     *,
     seed: int = 0,
+    copied: bool = False,
     checkpointing: bool = False,
     quantization: Any = None,
     device: torch.device | None = None,
 ) -> Model:
     """A model in float32, ready to train, with the head that its role needs.
 
-    Of an ensemble of adapters it is the first member, which can train alone.
+    Of an ensemble of adapters it is the first member, which can train alone. With `copied` a given
+    object stays as it is, for another role has it.
     """
-    path = facts.model
-    if not isinstance(path, str):
-        name, given = f"The {type(path).__name__} given", path.float()
-        (_check_given_scalar if head == "scalar" else _check_causal)(given, name)
-        return _ready(given, checkpointing, name)
-    if facts.saved is not None:
-        plain = load_model(head, facts.base, seed=seed)
-        merged = merge_adapter(plain, path).requires_grad_(True)  # peft has frozen it
-        return _ready(merged, checkpointing, path)
+    if not isinstance(facts.model, str):
+        model, name = _given(head, facts, copied, seed), f"The {type(facts.model).__name__} given"
+    elif facts.saved is not None:
+        plain, name = load_model(head, facts.base, seed=seed), facts.model
+        model = merge_adapter(plain, name).requires_grad_(True)  # peft has frozen it
+    else:
+        name = facts.model
+        with explained(name, "model"):
+            model = _read(head, facts, seed, quantization, device)
+    _check_finite(model, name)
+    disable_dropout(model)
+    model.config.use_cache = not checkpointing
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()  # gradient checkpointing only works in this mode
+
+
+def _given(head: Head, facts: ModelFacts, copied: bool, seed: int) -> Model:
+    """The object itself, or a copy of it with the head that is asked for."""
+    given: Any = facts.model
+    if copied and head == "scalar" and not facts.is_scalar:
+        return with_scalar_head(given, seed)
+    model = (copy.deepcopy(given).requires_grad_(True) if copied else given).float()
+    name = f"The {type(model).__name__} given"
+    (_check_given_scalar if head == "scalar" else _check_causal)(model, name)
+    return model
+
+
+def _read(
+    head: Head, facts: ModelFacts, seed: int, quantization: Any, device: torch.device | None
+) -> Model:
+    """From a folder, the hub or a GGUF file by transformers, or `tiny`."""
     if facts.config is None:
-        with explained(path, "model"):
-            loaded = tiny_model(seed) if path == "tiny" else _load_gguf(facts)
-        if head == "scalar":
-            loaded = with_scalar_head(loaded, seed)
-        return _ready(loaded, checkpointing, path)
-    with explained(path, "model"):
-        _check_architecture(head, facts)
-        fresh_head = head == "scalar" and not facts.is_scalar
-        config = scalar_config(facts.config) if head == "scalar" else facts.config
-        auto: Any = AutoModelForSequenceClassification if head == "scalar" else AutoModelForCausalLM
-        quantized = {"quantization_config": quantization, "device_map": {"": device or "cpu"}}
-        loaded, info = auto.from_pretrained(
-            **facts.files,
-            config=config,
-            dtype=torch.float32,
-            trust_remote_code=facts.trust_remote_code,
-            use_safetensors=True,  # a pickle could run anything
-            output_loading_info=True,
-            **(quantized if quantization is not None else {}),
-            **_attention(config),
-        )
-    if head == "scalar" and not isinstance(getattr(loaded, "score", None), nn.Linear):
-        raise unknown_head(path, loaded)
+        model = tiny_model(seed) if facts.model == "tiny" else _read_gguf(facts)
+        return with_scalar_head(model, seed) if head == "scalar" else model
+    _check_architecture(head, facts)
+    path, options = facts.model, _attention(facts.config)
+    if quantization is not None:
+        options |= {"quantization_config": quantization, "device_map": {"": device or "cpu"}}
+    fresh_head = head == "scalar" and not facts.is_scalar
+    config = scalar_config(facts.config) if head == "scalar" else facts.config
+    auto: Any = AutoModelForSequenceClassification if head == "scalar" else AutoModelForCausalLM
+    model, info = auto.from_pretrained(
+        **facts.files,
+        config=config,
+        dtype=torch.float32,
+        trust_remote_code=facts.trust_remote_code,
+        use_safetensors=True,  # a pickle could run anything
+        output_loading_info=True,
+        **options,
+    )
+    if head == "scalar":
+        check_head(model, path)
     _check_whole(
-        path, loaded, set(info["missing_keys"]) - ({"score.weight"} if fresh_head else set())
+        path, model, set(info["missing_keys"]) - ({"score.weight"} if fresh_head else set())
     )
     if fresh_head:
-        init_scalar_head(loaded.score, seed, hidden_scale(loaded))
+        init_scalar_head(model.score, seed, hidden_scale(model))
     elif head == "language":
-        _check_causal(loaded, f"{path} ({type(loaded).__name__})")
-    return _ready(loaded, checkpointing, path)
+        _check_causal(model, f"{path} ({type(model).__name__})")
+    return model
 
 
 def check_vocabulary(model: Model, tokenizer: Tokenizer, name: str) -> None:
@@ -136,19 +160,6 @@ def check_embeddings(rows: int, tokenizer: Tokenizer, name: str) -> None:
         )
 
 
-def same_tokenizer(a: Tokenizer, b: Tokenizer) -> bool:
-    """Whether ids of one mean the same to the other."""
-    return a is b or (a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id)
-
-
-def has_same_tokenizer(
-    path: str | Tokenizer, tokenizer: Tokenizer, *, trust_remote_code: bool, setting: str = ""
-) -> bool:
-    """Whether the model at a path reads the tokens of this tokenizer."""
-    own = load_tokenizer(path, trust_remote_code=trust_remote_code, setting=setting)
-    return same_tokenizer(own, tokenizer)
-
-
 def end_tokens(model: Model, tokenizer: Tokenizer) -> list[int]:
     """Every id that ends a response: the tokenizer's EOS and those the model declares."""
     declared = model.generation_config.eos_token_id if model.generation_config else None
@@ -156,13 +167,13 @@ def end_tokens(model: Model, tokenizer: Tokenizer) -> list[int]:
     return sorted({cast(int, tokenizer.eos_token_id), *declared})
 
 
-def _attention(config: Any) -> dict[str, str]:
+def _attention(config: Any) -> dict[str, Any]:
     """Gemma 2 caps its attention scores, which torch's fused attention leaves out silently."""
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     return {"attn_implementation": "eager"} if capped else {}
 
 
-def _load_gguf(facts: ModelFacts) -> Model:
+def _read_gguf(facts: ModelFacts) -> Model:
     # Later versions of transformers leave the weights packed where they have a kernel for it.
     options = dict(facts.files)
     if hasattr(transformers, "GgufConfig"):
@@ -266,10 +277,50 @@ def _check_whole(path: str, model: Model, missing: set[str]) -> None:
         )
 
 
-def _ready(model: Model, checkpointing: bool, name: str) -> Model:
-    _check_finite(model, name)
-    disable_dropout(model)
-    model.config.use_cache = not checkpointing
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()  # gradient checkpointing only works in this mode
+def disable_dropout(model: Model) -> None:
+    """Make passes in training mode deterministic, for every family and however it was loaded.
+
+    PPO compares the log-probs of two passes over the same tokens.
+
+    `model.eval()` would do, but gradient checkpointing only works in training mode. Families hold
+    dropout as modules, as numbers of their layers (`F.dropout(x, p=self.dropout)`), or read it
+    from the config in each pass, so all three are set to 0.
+    """
+    for module in list(model.modules()):
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+        _zero_dropout_numbers(module)
+        config = vars(module).get("config")
+        if config is not None:
+            _zero_dropout_numbers(config)
+        if any(_is_noise(name, value) for name, value in vars(module).items()):
+            _keep_in_eval_mode(module)
+    _zero_dropout_numbers(model.config)
+    _zero_dropout_numbers(model.config.get_text_config())
+
+
+def _zero_dropout_numbers(owner: Any) -> None:
+    for name, value in list(vars(owner).items()):
+        if "drop" in name and _is_positive(value):
+            setattr(owner, name, 0.0)
+
+
+def _is_noise(name: str, value: Any) -> bool:
+    return ("jitter" in name or "noise" in name) and _is_positive(value)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+def _keep_in_eval_mode(module: nn.Module) -> None:
+    """Routers add noise in training mode, or draw experts at random.
+
+    Setting their number to 0 is not enough: PhiMoE's is also a threshold in evaluation mode.
+    """
+    module.eval()
+    module.train = MethodType(_stay, module)
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module

@@ -327,8 +327,19 @@ def import_function(name: str, code: Collection[str] | None = None) -> Callable[
         function = import_named(name)
     except UserCodeError as error:
         raise RewardError(str(error)) from error
-    if code is not None and getattr(function, "__marlhf_reward__", None) is not True:
-        _check_declared(name, code)
+    marked = getattr(function, "__marlhf_reward__", None) is True
+    if code is not None and not marked and is_installed(name):
+        raise RewardError(
+            f"{name} is a function of an installed package that is not marked as a reward, so it "
+            "is not called. Write a function of your own that calls it, or mark it there with "
+            "@marlhf.reward.reward_function."
+        )
+    if code is not None and not marked and not declares(code, name):
+        raise RewardError(
+            f"The recipe names {name}, but does not declare the code it runs. Add `code: "
+            f"[{name.partition(':')[0]}]` to it, or mark the function with "
+            "@marlhf.reward.reward_function."
+        )
     try:
         return function() if isinstance(function, type) else function
     except Exception as error:
@@ -336,22 +347,6 @@ def import_function(name: str, code: Collection[str] | None = None) -> Callable[
             f"{name} is a class that cannot be created without arguments ({error}). Name an "
             "object or a function instead."
         ) from error
-
-
-def _check_declared(name: str, code: Collection[str]) -> None:
-    """Refuse a function whose module is not the user's own, or not among the recipe's `code`."""
-    module = name.partition(":")[0]
-    if is_installed(name):
-        raise RewardError(
-            f"{name} is a function of an installed package that is not marked as a reward, so it "
-            "is not called. Write a function of your own that calls it, or mark it there with "
-            "@marlhf.reward.reward_function."
-        )
-    if not declares(code, name):
-        raise RewardError(
-            f"The recipe names {name}, but does not declare the code it runs. Add `code: "
-            f"[{module}]` to it, or mark the function with @marlhf.reward.reward_function."
-        )
 
 
 class NotReturned(MarlhfError, TimeoutError):

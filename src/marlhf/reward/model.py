@@ -17,9 +17,9 @@ from marlhf.data import Row
 from marlhf.data.collate import SingleProcess, TokenRows
 from marlhf.data.encode import decode, encode_prompts, encode_responses, opening_ids
 from marlhf.models.base import Precision, autocast, loaded
+from marlhf.models.facts import same_tokenizer
 from marlhf.models.forward import final_scores
 from marlhf.models.heads import members_of
-from marlhf.models.load import same_tokenizer
 from marlhf.models.sequences import Sequences, send
 from marlhf.spans import special_tokens
 

@@ -26,6 +26,7 @@ from marlhf.data import DataConfig, DataError, Row, encode_responses, fit_prompt
 from marlhf.environments import Environment, EpisodeRecord
 from marlhf.errors import MarlhfError
 from marlhf.models.base import Model, Tokenizer
+from marlhf.models.facts import with_ends
 from marlhf.runs.layout import METRICS, RunError
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.checkpoint import list_checkpoints
@@ -50,6 +51,11 @@ class GivenObjects:
     eval_rows: list[Row] | None = None
     peft_config: Any = None
     callbacks: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        for tokenizer in (self.tokenizer, *(self.reward_tokenizers or ())):
+            if tokenizer is not None:
+                with_ends(tokenizer, "that was given")
 
 
 NO_OBJECTS = GivenObjects()

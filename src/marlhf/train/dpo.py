@@ -35,9 +35,10 @@ from marlhf.runs.write import RunFolder
 from marlhf.runtime.checkpoint import list_checkpoints
 from marlhf.runtime.loop import OpenRun, in_run_folder
 from marlhf.runtime.memory import fit_memory
-from marlhf.runtime.model_loader import check_tokenizer, load_trained_policy
+from marlhf.runtime.model_loader import load_trained_policy
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.progress import say
+from marlhf.runtime.sources import check_tokenizer
 from marlhf.runtime.stage import Example, GivenObjects, check_positions
 from marlhf.train.dpo_config import DPOConfig
 from marlhf.train.reward import MAX_HELD_OUT, accuracy

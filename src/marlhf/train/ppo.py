@@ -181,8 +181,9 @@ def update(
 
     The first pass over the batch also takes the `measurement` for `credit: auto`, if there is one.
     """
+    advantages = credit.whitened(config.whiten)
     weights = experience.sample_weights(credit.segments, config.ratio, config.importance_cap)
-    credit = replace(credit, advantages=credit.whitened(config.whiten) * weights)
+    credit = replace(credit, advantages=advantages * weights)
     train_policy = "policy" in learning_rates
     compute = partial(backward, experience, credit, learner.models, config, train_policy)
     passes = [partial(compute, None)] * config.num_ppo_epochs

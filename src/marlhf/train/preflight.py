@@ -26,10 +26,10 @@ from marlhf.models.tiny import MAX_POSITIONS
 from marlhf.reward import RewardFunction, import_function
 from marlhf.runs.layout import MODEL, facts_of, read_object
 from marlhf.runs.write import is_finished
-from marlhf.runtime.model_loader import check_tokenizer, reward_items
 from marlhf.runtime.optim import import_adamw_8bit
 from marlhf.runtime.progress import say
 from marlhf.runtime.publish import check_push, hub_name
+from marlhf.runtime.sources import check_tokenizer, reward_items
 from marlhf.runtime.stage import NO_OBJECTS
 from marlhf.runtime.trackers import check_installed
 from marlhf.spans.parser import build_parser

@@ -38,9 +38,10 @@ from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import OpenRun, in_run_folder
-from marlhf.runtime.model_loader import WholeModel, load_sources, load_trained_scalar
+from marlhf.runtime.model_loader import load_sources, load_trained_scalar
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.progress import Steps, say, warn
+from marlhf.runtime.sources import WholeModel
 from marlhf.runtime.stage import Example, GivenObjects
 from marlhf.train.rl_models import SharedFunction
 from marlhf.train.sampling import sample_shared

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from marlhf.data.collate import TokenRows
 from marlhf.environments import ChatTokens, Conversations, find_environment
 from marlhf.models.base import Model, Tokenizer, autocast
 from marlhf.models.forward import token_stats, token_values
-from marlhf.models.load import check_vocabulary, end_tokens, load_tokenizer
+from marlhf.models.load import check_vocabulary, end_tokens
 from marlhf.models.logprobs import TokenScores
 from marlhf.models.sequences import Sequences
 from marlhf.reward import RewardFunction, RewardModel, Rewards, import_function
@@ -33,8 +33,9 @@ from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
 from marlhf.runtime.memory import fit_memory
-from marlhf.runtime.model_loader import PROCESS, RewardItem, load_sources, reward_items, rl_sources
+from marlhf.runtime.model_loader import load_sources
 from marlhf.runtime.progress import say
+from marlhf.runtime.sources import PROCESS, RLSources, rl_sources
 from marlhf.runtime.stage import (
     Example,
     GivenObjects,
@@ -104,21 +105,20 @@ class Models:
 def load_models(config: RLConfig, objects: GivenObjects, world: World, *, critic: bool) -> Models:
     """Load every role's model, and refuse what does not belong together."""
     with world.raise_on_all_ranks():
-        given, remote = objects.tokenizer or config.model, config.trust_remote_code
-        tokenizer = load_tokenizer(given, trust_remote_code=remote, setting="model")
-        items = reward_items(config, objects)
-        sources = rl_sources(config, objects, tokenizer, items, critic=critic)
-        models = load_sources(sources, {"policy", "critic"}, config, world)
+        sources = rl_sources(config, objects, critic=critic)
+        tokenizer = sources.tokenizer
+        models = load_sources(sources.roles, {"policy", "critic"}, config, world)
         for role in ("policy", "reference", "critic"):
             if role in models:
                 check_vocabulary(models[role], tokenizer, f"the {role}")
         policy = models["policy"]
         ends, pad = end_tokens(policy, tokenizer), tokenizer.pad_token_id
-        rewards = _rewards(config, items, models, tokenizer, world)
+        options: dict[str, Any] = {"token_budget": 2 * config.pass_tokens}
+        options |= {"precision": config.precision, "processes": world}
+        rewards = _rewards(config, sources, models, options, world)
         gold = None
-        if config.gold_model:
-            judged = replace(config, reward_combine="mean")
-            gold = _reward_model(config.gold_model, models["gold"], judged, tokenizer, world)
+        if "gold" in models:
+            gold = RewardModel(models["gold"], sources.tokenizers["gold"], tokenizer, **options)
         parsing = open_parsing(config.segmenter, tokenizer)
         conversations = _open_conversations(config, objects, tokenizer)
         engine, ahead = _load_engine(config, policy, ends, pad, world)
@@ -213,30 +213,32 @@ def _load_engine(
 
 def _rewards(
     config: RLConfig,
-    items: Sequence[RewardItem],
+    sources: RLSources,
     models: Mapping[str, Model],
-    tokenizer: Tokenizer,
+    options: Mapping[str, Any],
     world: World,
 ) -> Rewards:
     """Reward models and functions with their weights."""
     if config.code and world.main:
         say(f"rewards: functions of {', '.join(config.code)}")
     scorers: list[tuple[str, Any, float]] = []
-    for reward in items:
-        item, kind = reward.item, RewardModel
+    for reward in sources.rewards:
+        item, role = reward.item, reward.role
         if not reward.is_model:
             function = import_function(item, config.code) if isinstance(item, str) else item
-            scorer = SharedFunction(function, tokenizer, world, timeout=config.reward_timeout)
+            timeout = config.reward_timeout
+            scorer = SharedFunction(function, sources.tokenizer, world, timeout=timeout)
             scorers.append((scorer.name, scorer, reward.weight))
             continue
-        model, name = models[reward.role], "model"
+        kind, name = RewardModel, "model"
         if reward.is_process:
-            separator = model.config.step_separator  # checked before it was loaded
+            separator = models[role].config.step_separator  # checked before it was loaded
             kind = partial(ProcessModel, separator=separator, pooling=config.process_pooling)
             name = PROCESS
         elif isinstance(item, str):
             name = item.rstrip("/").removesuffix("/model").rpartition("/")[2]
-        scorer = _reward_model(item, model, config, tokenizer, world, reward.tokenizer, kind)
+        own, combine = sources.tokenizers[role], config.reward_combine
+        scorer = kind(models[role], own, sources.tokenizer, combine=combine, **options)
         scorers.append((name, scorer, reward.weight))
     ensembles = [s for _, s, _ in scorers if isinstance(s, RewardModel) and s.members > 1]
     if config.reward_combine != "mean" and not ensembles:
@@ -245,28 +247,6 @@ def _rewards(
             "the rewards. Train one with `members: 4` in the reward stage, or leave it out."
         )
     return Rewards(scorers)
-
-
-def _reward_model(
-    item: Any,
-    model: Model,
-    config: RLConfig,
-    tokenizer: Tokenizer,
-    world: World,
-    own: Tokenizer | None = None,
-    kind: Callable[..., RewardModel] = RewardModel,
-) -> RewardModel:
-    source = own or (item if isinstance(item, str) else tokenizer)
-    remote = config.trust_remote_code
-    return kind(
-        model,
-        load_tokenizer(source, trust_remote_code=remote, setting="reward_model"),
-        tokenizer,
-        token_budget=2 * config.pass_tokens,
-        precision=config.precision,
-        processes=world,
-        combine=config.reward_combine,
-    )
 
 
 class SharedFunction(RewardFunction):
