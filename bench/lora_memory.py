@@ -25,8 +25,8 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from marlhf.config.stage import LoRA
-from marlhf.models.adapters import FrozenBaseModel, frozen_dtype
-from marlhf.models.base import autocast
+from marlhf.models.adapters import FrozenBaseModel
+from marlhf.models.base import autocast, frozen_dtype
 from marlhf.models.forward import Sequences, final_scores, token_stats, token_values
 
 SHAPES = {

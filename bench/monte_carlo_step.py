@@ -27,7 +27,7 @@ from torch import Tensor
 
 from marlhf.core import NGram, Vocabulary
 from marlhf.data import Row
-from marlhf.models.adapters import cast_linear_layers, frozen_dtype
+from marlhf.models.base import cast_linear_layers, frozen_dtype
 from marlhf.models.forward import choose_passes
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.reward import Rewards

@@ -44,8 +44,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from marlhf.config.stage import LoRA
 from marlhf.core import NGram, Perplexity, RandomNGram, Vocabulary
 from marlhf.data import DataConfig, Row
-from marlhf.models.adapters import FrozenBaseModel, cast_linear_layers, frozen_dtype
-from marlhf.models.base import offload
+from marlhf.models.adapters import FrozenBaseModel
+from marlhf.models.base import cast_linear_layers, cast_trained_weights, frozen_dtype, offload
 from marlhf.models.compile import compile_blocks
 from marlhf.models.forward import choose_passes
 from marlhf.models.tiny import tiny_tokenizer
@@ -56,7 +56,7 @@ from marlhf.runtime.distributed import start
 from marlhf.runtime.loop import Clock, to_numbers
 from marlhf.runtime.memory import busy_tokens
 from marlhf.runtime.memory_plan import GIB, Plan, Size, plan_run
-from marlhf.runtime.optim import cast_trained_weights, make_optimizer
+from marlhf.runtime.optim import make_optimizer
 from marlhf.runtime.stage import Example
 from marlhf.spans import vocabulary
 from marlhf.train.experience import RolloutScorer, batch_metrics

@@ -15,10 +15,9 @@ from marlhf.models.adapter_files import (
 )
 from marlhf.models.adapters import (
     FrozenBaseModel,
-    frozen_dtype,
     merged_tensors,
 )
-from marlhf.models.base import ModelError
+from marlhf.models.base import ModelError, frozen_dtype
 from marlhf.models.facts import adapter_base, find_adapter, is_scalar_adapter
 from marlhf.models.forward import Sequences, final_scores, token_stats, token_values
 from marlhf.models.load import load_policy, load_scalar

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from marlhf.errors import SettingError
+from marlhf.models.base import cast_trained_weights
 from marlhf.models.load import load_scalar
 from marlhf.runtime.distributed import start
 from marlhf.runtime.optim import (
     Diverged,
     Update,
     apply_updates,
-    cast_trained_weights,
     make_optimizer,
     set_learning_rate,
 )

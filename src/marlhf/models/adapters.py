@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
-from marlhf.config.stage import Precision
 from marlhf.models.adapter_files import (
     digest,
     import_peft,
@@ -32,7 +31,7 @@ from marlhf.models.adapter_files import (
     to_peft,
     write_adapter,
 )
-from marlhf.models.base import Head, Model, ModelError, computes_in_bfloat16
+from marlhf.models.base import Head, Model, ModelError, cast_linear_layers
 from marlhf.models.facts import is_scalar_adapter, saved_members
 from marlhf.models.heads import (
     backbone,
@@ -48,31 +47,6 @@ NO_ADAPTER = "off"
 AdapterInit: TypeAlias = Any
 """What an adapter starts from: `LoRA`, a `peft.LoraConfig`, the `Path` of a saved adapter, or None
 for the base without one."""
-
-
-def frozen_dtype(device: torch.device, precision: Precision) -> torch.dtype | None:
-    """The dtype to store frozen linear layers in, for passes under `autocast`."""
-    return torch.bfloat16 if computes_in_bfloat16(device, precision) else None
-
-
-def cast_linear_layers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Store frozen linear layers in the dtype that autocast casts them to at every pass anyway.
-
-    Under autocast the results are the same to the last bit, for half the memory. Embeddings, norms
-    and scalar heads keep their dtype, and so do the hidden states between layers.
-    """
-    linear = (nn.Linear, Conv1D)
-    submodules = list(module.named_modules())
-    # A head tied to the embeddings shares their weight, which is read without autocast.
-    used_elsewhere = {
-        p for _, part in submodules if not isinstance(part, linear) for p in part.parameters(False)
-    }
-    for name, part in submodules:
-        tied = used_elsewhere & {*part.parameters()}
-        if not isinstance(part, linear) or name == "score" or tied:
-            continue
-        if part.weight.is_floating_point():  # else it is quantized
-            part.to(dtype)
 
 
 def _like_autocast(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:

@@ -9,19 +9,20 @@ from typing import Any
 
 from marlhf.config.stage import LoRA, StageConfig
 from marlhf.models.adapter_files import import_peft, quantization
-from marlhf.models.adapters import (
-    AdaptedModel,
-    FrozenBaseModel,
+from marlhf.models.adapters import AdaptedModel, FrozenBaseModel
+from marlhf.models.base import (
+    Head,
+    Model,
     cast_linear_layers,
+    cast_trained_weights,
     frozen_dtype,
+    offload,
 )
-from marlhf.models.base import Head, Model, offload
 from marlhf.models.facts import model_facts
 from marlhf.models.heads import average_heads
 from marlhf.models.load import load_model
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
-from marlhf.runtime.optim import cast_trained_weights
 from marlhf.runtime.progress import say
 from marlhf.runtime.sources import OnBase, Source, WholeModel, trained_source
 from marlhf.runtime.stage import GivenObjects

@@ -84,16 +84,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def cast_trained_weights(model: nn.Module) -> None:
-    """Keep trained matrices in bfloat16. Scalar heads stay float32, in which they compute, and so
-    do vectors, which take next to no memory."""
-    head = getattr(model, "score", None)
-    kept = set() if head is None else {*head.parameters()}
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.ndim > 1 and parameter not in kept:
-            parameter.data = parameter.data.to(torch.bfloat16)
-
-
 Named = Sequence[tuple[str, Tensor]]
 """Tensors and what they are called."""
 
