@@ -91,8 +91,7 @@ class ModelLoader:
         self.checkpointing, self.seed = config.gradient_checkpointing is True, config.seed
         # What autocast would cast frozen matrices to at every pass. FSDP casts what it gathers.
         self.dtype = None if world.sharded else frozen_dtype(world.device, config.precision)
-        self.half = config.trained_weights == "bfloat16"
-        if self.half and self.dtype is None:
+        if config.trained_weights == "bfloat16" and self.dtype is None:
             raise RunError(
                 "trained_weights: bfloat16 needs arithmetic in bfloat16, and this device computes "
                 "in float32. Set precision: bfloat16, or leave trained_weights out."
@@ -116,7 +115,7 @@ class ModelLoader:
         ours = isinstance(source.facts.model, str) or source.copied
         if self.dtype is not None and ours and not trains:
             cast_linear_layers(model, self.dtype)
-        if trains and self.half:
+        if trains and self.config.trained_weights == "bfloat16":
             cast_trained_weights(model)
         return model
 

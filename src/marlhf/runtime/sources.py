@@ -154,7 +154,7 @@ class RLSources:
 
 
 def rl_sources(config: RLConfig, objects: GivenObjects, *, critic: bool) -> RLSources:
-    """What each role starts from. All that is named is looked at once."""
+    """What each role starts from. The facts of all that is named are read once."""
     rewards = reward_items(config, objects)
     read_facts = cache(partial(model_facts, trust_remote_code=config.trust_remote_code))
     tokenizer = objects.tokenizer or read_facts(config.model, setting="model").tokenizer
@@ -169,8 +169,8 @@ def rl_sources(config: RLConfig, objects: GivenObjects, *, critic: bool) -> RLSo
     roles |= {reward.role: rules.reward(reward, roles.get("critic")) for reward in models}
     tokenizers = {reward.role: rules.reads(reward) for reward in models}
     if config.gold_model:
-        roles["gold"] = rules.gold(config.gold_model)
-        tokenizers["gold"] = read_facts(config.gold_model, setting="gold_model").tokenizer
+        gold = read_facts(config.gold_model, setting="gold_model")
+        roles["gold"], tokenizers["gold"] = rules.gold(gold), gold.tokenizer
     return RLSources(roles, rewards, tokenizer, tokenizers)
 
 
@@ -205,7 +205,7 @@ class _Rules:
                 return WholeModel(policy.facts, "language", copied=True)
         facts = self.read_facts(config.ref_model or config.model, setting="ref_model")
         if facts.model != config.model or objects.tokenizer is not None:  # else it is read there
-            self._check_tokenizer("reference", facts)
+            check_tokenizer("reference", facts, config.model, self.tokenizer)
         return WholeModel(facts, "language", seed=config.seed)
 
     def critic(self, rewards: list[RewardItem]) -> Source:
@@ -221,7 +221,7 @@ class _Rules:
         if isinstance(start, OnBase):
             return start
         if isinstance(start.facts.model, str):
-            self._check_tokenizer("critic", start.facts)
+            check_tokenizer("critic", start.facts, self.config.model, self.tokenizer)
         if isinstance(policy, WholeModel):
             return start
         adapter = start.facts.saved or self.objects.peft_config or self.config.lora
@@ -249,9 +249,8 @@ class _Rules:
             return self.tokenizer
         return self.read_facts(reward.item, setting=reward.setting).tokenizer
 
-    def gold(self, path: str) -> Source:
+    def gold(self, facts: ModelFacts) -> Source:
         """The reward model that judges held-out responses."""
-        facts = self.read_facts(path, setting="gold_model")
         self._check_scores(facts)
         return self._scorer(facts)
 
@@ -305,7 +304,7 @@ class _Rules:
             return None
         # The adapter beside a merged language model is no start for a critic; one named is.
         if adapter := named.scalar or named.saved:
-            self._check_tokenizer("critic", named)
+            check_tokenizer("critic", named, config.model, self.tokenizer)
             return adapter
         if config.critic_model not in (None, config.model):
             raise RunError(
@@ -333,9 +332,6 @@ class _Rules:
             if path := getattr(self.config, setting):
                 return self.read_facts(path, setting=setting)
         return None
-
-    def _check_tokenizer(self, role: str, facts: ModelFacts) -> None:
-        check_tokenizer(role, facts, self.config.model, self.tokenizer)
 
 
 def _check_steps(facts: ModelFacts) -> None:
