@@ -103,13 +103,6 @@ def check_points(recipe: Path | str, points: Iterable[list[str]]) -> Iterator[li
 
     The file is read once, and stages that come out the same are built once and are one object.
     """
-    path, raw = _read_with_stages(recipe)
-    built: dict[str, Stage] = {}
-    for overrides in points:
-        yield _stages_with(path, raw, overrides, built)
-
-
-def _read_with_stages(recipe: Path | str) -> tuple[Path, Raw]:
     path = find_recipe(recipe)
     raw = _with_rounds(read_recipe(path), path)
     if "stages" not in raw:
@@ -117,8 +110,9 @@ def _read_with_stages(recipe: Path | str) -> tuple[Path, Raw]:
             f"{path} has no `stages:`, so it is a single stage. "
             f"Run it by name, e.g. `marlhf ppo {recipe}`."
         )
-    _stage_names(raw, path)
-    return path, raw
+    built: dict[str, Stage] = {}
+    for overrides in points:
+        yield _stages_with(path, raw, overrides, built)
 
 
 def _stages_with(
@@ -138,9 +132,6 @@ def _stages_with(
         for name in known:
             if (name, key) not in own:
                 assign(stages[name], key, value)
-    root = dict(general).get("output_dir", root)
-    if not isinstance(root, str) or not root:
-        raise ConfigError(f"output_dir must be the name of a folder; {path} has {root!r}.")
     _check_references(stages, problems)
     keys: list[str] = []
     for name, stage in stages.items():
@@ -157,43 +148,38 @@ def check_stage(
     recipe: Path | str, kind: str, overrides: list[str] | None = None, name: str | None = None
 ) -> Stage:
     """One stage, validated: see `load_stage`."""
-    path = find_recipe(recipe)
-    stage = _with_rounds(read_recipe(path), path)
+    path, name, overrides = find_recipe(recipe), name or kind, overrides or []
+    raw = _with_rounds(read_recipe(path), path)
+    if "stages" not in raw:
+        return stage_of(kind, raw, overrides, name, path)
     problems: list[str] = []
-    where, name = "", name or kind
-    general = list(map(read_override, overrides or []))
-    own: set[tuple[str, str]] = set()
-    stages: dict[str, Raw] = {}
-    if "stages" in stage:
-        raw = stage
-        stages, root, general, own = _resolve(path, raw, overrides or [], problems)
-        if name not in stages:
-            raise ConfigError(f"{path} has no stage {name!r}. It has: {', '.join(stages)}.")
-        stage = stages[name]
-        stage["output_dir"] = str(Path(root) / name)
-        actual = stage.get("kind", name)
-        if actual != kind:
-            raise ConfigError(f"Stage {name!r} of {path} is of kind {actual!r}, not {kind!r}.")
-        _refuse_other_stages(raw, name, overrides or [])
-        where = f"stages.{name}"
-    stage["kind"] = kind
+    stages, root, general, own = _resolve(path, raw, overrides, problems)
+    if name not in stages:
+        raise ConfigError(f"{path} has no stage {name!r}. It has: {', '.join(stages)}.")
+    stage = stages[name]
+    stage["output_dir"] = str(Path(root) / name)
+    if (actual := stage.get("kind", name)) != kind:
+        raise ConfigError(f"Stage {name!r} of {path} is of kind {actual!r}, not {kind!r}.")
+    _refuse_other_stages(raw, name, overrides)
     for key, value in general:
         if (name, key) not in own:
             assign(stage, key, value)
     _check_references(stages, problems)
-    built = _build_stage(name, stage, where, problems)
+    built = _build_stage(name, stage, f"stages.{name}", problems)
     raise_problems(problems, path)
     assert built
     return built
 
 
-def stage_of(kind: str, raw: Raw, overrides: Sequence[str]) -> Stage:
-    """A stage of a kind by its settings, validated: of no file."""
+def stage_of(
+    kind: str, raw: Raw, overrides: Sequence[str], name: str = "", path: Path | None = None
+) -> Stage:
+    """A stage of a kind by its settings, validated; `path` is their file, if they have one."""
     raw, problems = {**raw, "kind": kind}, list[str]()
     for key, value in map(read_override, overrides):
         assign(raw, key, value)
-    built = _build_stage(kind, raw, "", problems)
-    raise_problems(problems)
+    built = _build_stage(name or kind, raw, "", problems)
+    raise_problems(problems, path)
     assert built
     return built
 
@@ -242,20 +228,35 @@ def _point_to_rounds(stages: dict[str, Raw], own: Sequence[str]) -> None:
         def latest(other: str, base: str = base, number: int = number) -> int:
             return number - (own.index(other) >= own.index(base))  # 0 before the first round
 
-        def point(given: Any, latest: Callable[[str], int] = latest) -> Any:
-            if isinstance(given, list):
-                return [point(each) for each in given]
-            if not isinstance(given, str) or given[:1] != "@" or given[1:] not in own:
-                return given
-            return f"{given}-{latest(given[1:])}".removesuffix("-0")
+        def point(_: str, other: str, latest: Callable[[str], int] = latest) -> str:
+            if other not in own or not latest(other):
+                return f"@{other}"
+            return f"@{other}-{latest(other)}"
 
         more = (stage.get("data") or {}).get("more") or ()
-        stages[name] = {key: point(given) for key, given in stage.items()}
+        stages[name] = _map_references(stage, point)
         if more:
             ranges = {x: range(1, latest(x[1:]) + 1) for x in more if x[1:] in own}
             files = [f"{x}-{i}" for x in ranges for i in ranges[x]]
             others = [x for x in more if x not in ranges]
             stages[name]["data"] = stage["data"] | {"more": others + files}
+
+
+def _map_references(stage: Raw, change: Callable[[str, str], str]) -> Raw:
+    """Settings with each `@name` in them changed, by the setting it is in and the name."""
+
+    def changed(key: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [changed(key, each) for each in value]
+        refers = isinstance(value, str) and value.startswith("@")
+        return change(key, value[1:]) if refers else value
+
+    stage = {key: changed(key, value) for key, value in stage.items()}
+    for outer, inner in (("labels_from", "policy"), ("data", "more")):
+        settings = stage.get(outer)
+        if isinstance(settings, dict) and inner in settings:
+            stage[outer] = settings | {inner: changed(f"{outer}.{inner}", settings[inner])}
+    return stage
 
 
 def _round_of(name: str, own: Sequence[str]) -> tuple[str | None, int]:
@@ -330,7 +331,7 @@ def _resolve(
             raise ConfigError(unknown(f"stages.{name}.like", like, stages))
         return merge(resolve(like, (*seen, name)), given)
 
-    root = raw.get("output_dir", "runs")
+    root = dict(general).get("output_dir", raw.get("output_dir", "runs"))
     if not isinstance(root, str) or not root:
         raise ConfigError(f"output_dir must be the name of a folder; {path} has {root!r}.")
     resolved = {name: resolve(name) for name in stages}
@@ -341,19 +342,17 @@ def _resolve(
 def _check_references(stages: dict[str, Raw], problems: list[str]) -> None:
     """`@sft` must name a stage that comes before the one that starts from it."""
     names = list(stages)
-    for name, stage in stages.items():
-        data = stage.get("data")
-        more = data.get("more") if isinstance(data, dict) else None
-        for key, given in {**stage, "data.more": more}.items():
+    for number, (name, stage) in enumerate(stages.items()):
+
+        def check(key: str, other: str, name: str = name, number: int = number) -> str:
             place = f"stages.{name}.{key}"
-            values = given.values() if key == "labels_from" and isinstance(given, dict) else [given]
-            for value in given if isinstance(given, list) else values:
-                if not isinstance(value, str) or not value.startswith("@"):
-                    continue
-                if value[1:] not in stages:
-                    problems.append(unknown(place, value[1:], stages))
-                elif names.index(value[1:]) >= names.index(name):
-                    problems.append(f"{place}: stage {value[1:]!r} does not come before {name!r}.")
+            if other not in stages:
+                problems.append(unknown(place, other, stages))
+            elif names.index(other) >= number:
+                problems.append(f"{place}: stage {other!r} does not come before {name!r}.")
+            return other
+
+        _map_references(stage, check)
 
 
 def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage | None:
@@ -381,21 +380,11 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage 
         problems.append(unknown(at(where, "preset"), str(preset), of_kind) + none)
         return None
     root = Path(str(raw.get("output_dir", "runs/stage"))).parent
-    for key, value in raw.items():
-        if isinstance(value, str) and value.startswith("@"):
-            raw[key] = str(root / value[1:] / MODEL)
-        elif key == "reward_funcs" and isinstance(value, list):
-            raw[key] = [
-                str(root / x[1:] / MODEL) if isinstance(x, str) and x.startswith("@") else x
-                for x in value
-            ]
-        elif key == "labels_from" and isinstance(value, dict):
-            policy = str(value.get("policy"))
-            if policy.startswith("@"):
-                raw[key] = {**value, "policy": str(root / policy[1:] / MODEL)}
-        elif key == "data" and isinstance(value, dict) and isinstance(value.get("more"), list):
-            more = [str(root / x[1:] / PAIRS) if str(x)[:1] == "@" else x for x in value["more"]]
-            raw[key] = value | {"more": more}
+
+    def folder_of(key: str, stage: str) -> str:
+        return str(root / stage / (PAIRS if key == "data.more" else MODEL))
+
+    raw = _map_references(raw, folder_of)
     missing = [key for key in config_class.required(raw) if not raw.get(key)]
     problems += [f"{at(where, key)}: must be given" for key in missing]
     chosen, before = of_kind.get(preset or "", {}), len(problems)

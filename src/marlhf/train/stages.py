@@ -45,71 +45,36 @@ class Method:
             return loop(config, *objects)
 
 
-def _sft() -> Loop:
-    from marlhf.train.sft import train
+def _loop(file: str, **options: str) -> Callable[[], Loop]:
+    """What imports the loop of a file, and torch with it."""
 
-    return train
+    def load() -> Loop:
+        from marlhf import train
+        from marlhf.train import dpo, label, online_dpo, ppo, prm, reward, rloo, sft  # noqa: F401
 
+        return partial(getattr(train, file).train, **options)
 
-def _reward() -> Loop:
-    from marlhf.train.reward import train
-
-    return train
-
-
-def _prm() -> Loop:
-    from marlhf.train.prm import train
-
-    return train
-
-
-def _ppo() -> Loop:
-    from marlhf.train.ppo import train
-
-    return train
-
-
-def _rloo() -> Loop:
-    from marlhf.train.rloo import train
-
-    return train
-
-
-def _grpo() -> Loop:
-    from marlhf.train.rloo import train
-
-    return partial(train, stage="grpo")
-
-
-def _dpo() -> Loop:
-    from marlhf.train.dpo import train
-
-    return train
-
-
-def _online_dpo() -> Loop:
-    from marlhf.train.online_dpo import train
-
-    return train
-
-
-def _label() -> Loop:
-    from marlhf.train.label import train
-
-    return train
+    return load
 
 
 METHODS = {
-    "sft": Method(SFTConfig, _sft, "Supervised fine-tuning on chosen responses."),
-    "reward": Method(RewardConfig, _reward, "Train a reward model on pairs of responses."),
-    "prm": Method(PRMConfig, _prm, "Train a process reward model on labelled steps."),
-    "ppo": Method(PPOConfig, _ppo, "PPO over macro actions."),
-    "rloo": Method(RLOOConfig, _rloo, "RLOO: several responses per prompt, no critic."),
-    "grpo": Method(GRPOConfig, _grpo, "GRPO: responses in units of their group's deviation."),
-    "dpo": Method(DPOConfig, _dpo, "Direct preference optimisation, without a reward model."),
-    "online-dpo": Method(OnlineDPOConfig, _online_dpo, "DPO on pairs that the policy samples."),
+    "sft": Method(SFTConfig, _loop("sft"), "Supervised fine-tuning on chosen responses."),
+    "reward": Method(RewardConfig, _loop("reward"), "Train a reward model on pairs of responses."),
+    "prm": Method(PRMConfig, _loop("prm"), "Train a process reward model on labelled steps."),
+    "ppo": Method(PPOConfig, _loop("ppo"), "PPO over macro actions."),
+    "rloo": Method(RLOOConfig, _loop("rloo"), "RLOO: several responses per prompt, no critic."),
+    "grpo": Method(
+        GRPOConfig,
+        _loop("rloo", stage="grpo"),
+        "GRPO: responses in units of their group's deviation.",
+    ),
+    "dpo": Method(
+        DPOConfig, _loop("dpo"), "Direct preference optimisation, without a reward model."
+    ),
+    "online-dpo": Method(
+        OnlineDPOConfig, _loop("online_dpo"), "DPO on pairs that the policy samples."
+    ),
 }
-
-_LABEL = Method(LabelConfig, _label, "Sample pairs and have them labelled, as data.")
+_LABEL = Method(LabelConfig, _loop("label"), "Sample pairs and have them labelled, as data.")
 STAGES: Mapping[str, Method] = ChainMap({"label": _LABEL}, METHODS)
 """What a recipe may have: the methods, and what makes data for them."""
