@@ -6,7 +6,7 @@ Axes: B rows, S slots, R response tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,8 @@ from marlhf.data.collate import TokenRows, pad_right, token_budget_batches
 from marlhf.kernels import fused, has_triton
 from marlhf.kernels.sampling import draw
 from marlhf.models.sequences import send
-from marlhf.rollout.engine import Sampling, SamplingRequest, draws
+from marlhf.rollout.engine import Rollout, Sampling, SamplingRequest, draws
+from marlhf.rollout.plain import to_rollout
 from marlhf.rollout.slots import PREFILL_TOKENS, Decoder
 from marlhf.rollout.state import DecodeState
 
@@ -173,14 +174,17 @@ class Schedule:
         """Random numbers, [B, R]: made when first wanted, after the first prefill was launched."""
         return draws(self.seeds, self.most_tokens, self.state.device)
 
-    def run(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens and log-probs, [B, R], junk after the end; and lengths of responses, [B]."""
+    def run(self) -> None:
         self._refill()
         while any(row is not None for row in self.rows):
             self._proceed()
             self._refill()
             self._shrink()
-        return self.tokens, self.logprobs, self.lengths
+
+    def rollout(self, end_tokens: Sequence[int]) -> Rollout:
+        # Clones: tensors made in inference mode may not be saved for a backward pass.
+        tokens, logprobs = self.tokens.clone(), self.logprobs.clone()
+        return to_rollout(tokens, logprobs, self.lengths.clone(), end_tokens)
 
     def _proceed(self) -> None:
         self._collect(self._advance())

@@ -15,7 +15,7 @@ import torch
 from marlhf.data.collate import pad_right, token_budget_batches
 from marlhf.models.sequences import receive, send
 from marlhf.rollout.continuous import KEY_MULTIPLE, DecodeStep, Schedule
-from marlhf.rollout.engine import MAX_WORKERS, Conversations, Reply, SamplingRequest
+from marlhf.rollout.engine import MAX_WORKERS, Conversations, Reply, Rollout, SamplingRequest
 
 GATHER_SECONDS = 0.02
 """How long to wait for all replies while nothing else is to be done: some ten steps of a GPU."""
@@ -35,21 +35,20 @@ class ConversationSchedule(Schedule):
     def __init__(
         self,
         step: DecodeStep,
-        conversations: Conversations,
+        request: SamplingRequest,
         reply: Reply,
-        seeds: Sequence[int],
         budget: int,
         *,
         share_prefixes: bool = True,
         fixed_order: bool | None = None,
     ) -> None:
-        prompts = conversations.prompts
-        limits = [conversations.turn_limit(row) for row in range(len(prompts))]
-        request = SamplingRequest(prompts, step.sampling, seeds, limits)
-        super().__init__(step, request, budget, share_prefixes=share_prefixes)
+        prompts, sampling, _, limits = request
+        self.conversations = Conversations(prompts, limits, sampling.max_new_tokens)
+        limits = [self.conversations.turn_limit(row) for row in range(len(prompts))]
+        of_turns = request._replace(limits=limits)
+        super().__init__(step, of_turns, budget, share_prefixes=share_prefixes)
         assert step.holds
-        self.conversations, self.reply = conversations, reply
-        self.texts = conversations.texts
+        self.reply, self.texts = reply, self.conversations.texts
         self.turn_limits = limits  # the list that is `self.limits`: of the current turns
         self.replies: dict[int, Future[list[int] | None]] = {}  # of paused rows, some still to come
         self.paused = self.replies.keys()
@@ -62,14 +61,17 @@ class ConversationSchedule(Schedule):
         """Of all turns of a conversation, and the world's."""
         return max(self.conversations.limits)
 
-    def converse(self) -> None:
+    def run(self) -> None:
         self.pool = ThreadPoolExecutor(MAX_WORKERS, thread_name_prefix="reply")
         try:
-            self.run()
+            super().run()
         finally:
             self.pool.shutdown(cancel_futures=True)  # those that have begun are waited for
             self.state.running.zero_()  # where an exception ended it all
             self.state.positions.zero_()
+
+    def rollout(self, end_tokens: Sequence[int]) -> Rollout:
+        return self.conversations.rollout(end_tokens, self.state.device)
 
     def _proceed(self) -> None:
         if self._unfinished():

@@ -3,10 +3,11 @@ conversations as they grow, whatever samples their turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from marlhf.core.segmenters import mix
 from marlhf.data.collate import TokenRows, pad_right
 from marlhf.errors import SettingError
 from marlhf.models.sequences import send
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,28 @@ class SamplingRequest(NamedTuple):
         return cls(prompts, sampling, seeds, limits)
 
 
+class CheckedEngine(ABC):
+    """An engine as the ones here are: what it samples from was checked."""
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: TokenRows,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        limits: Sequence[int] | None = None,
+        reply: Reply | None = None,
+    ) -> Rollout:
+        """Sample one response per prompt; repeat a prompt, with another seed, for several."""
+        turns = reply is not None
+        request = SamplingRequest.checked(prompts, sampling, seeds, limits, turns=turns)
+        return self.respond(request, reply)
+
+    @abstractmethod
+    def respond(self, request: SamplingRequest, reply: Reply | None) -> Rollout:
+        """The responses to a request, or its conversations."""
+
+
 class AsyncEngine(Protocol):
     """Sampling while the policy trains, from a copy of its weights."""
 
@@ -162,7 +187,7 @@ def draws(seeds: Sequence[int], length: int, device: torch.device | str = "cpu")
 
 
 MAX_WORKERS = 256
-"""Replies that are waited for at the same time. Most of them wait for something themselves."""
+"""Replies, or requests, waited for at the same time. Most wait for something themselves."""
 
 
 class Conversations:
@@ -220,31 +245,43 @@ class Conversations:
 
 
 def converse_in_rounds(
-    conversations: Conversations,
-    sample_turns: Callable[[list[int]], Sequence[tuple[list[int], list[float]]]],
+    request: SamplingRequest,
+    sample_turns: Callable[[SamplingRequest, list[int]], Sequence[tuple[list[int], list[float]]]],
     ask: Callable[[dict[int, list[int]]], list[list[int] | None]],
-) -> None:
+) -> Conversations:
     """All conversations turn by turn, each round once the slowest of the last one is done.
 
-    `sample_turns` gives tokens and log-probs of the next turns of some rows; `ask` the replies to
-    the turns of some rows.
+    `sample_turns` gives tokens and log-probs of the turns that follow some texts, from those and
+    from the tokens of each response so far; `ask` the replies to the turns of some rows.
     """
-    rows = list(range(len(conversations.texts)))
+    talk = Conversations(request.prompts, request.limits, request.sampling.max_new_tokens)
+    rows = list(range(len(talk.texts)))
     while rows:
-        turns = dict(zip(rows, sample_turns(rows), strict=True))
+        turns = request._replace(
+            prompts=[talk.texts[row] for row in rows],
+            seeds=[request.seeds[row] for row in rows],
+            limits=[talk.turn_limit(row) for row in rows],
+        )
+        sampled = sample_turns(turns, [talk.used(row) for row in rows])
         asked = {
             row: tokens
-            for row, (tokens, logprobs) in turns.items()
-            if conversations.add_turn(row, tokens, logprobs)
+            for row, (tokens, logprobs) in zip(rows, sampled, strict=True)
+            if talk.add_turn(row, tokens, logprobs)
         }
         replies = ask(asked) if asked else []
-        rows = [row for row, reply in zip(asked, replies) if conversations.add_reply(row, reply)]
+        rows = [row for row, reply in zip(asked, replies) if talk.add_reply(row, reply)]
+    return talk
 
 
 def ask_all(reply: Reply, turns: dict[int, list[int]]) -> list[list[int] | None]:
     """The replies to the turns of some rows, all of which are asked for at once."""
-    pool = ThreadPoolExecutor(min(len(turns), MAX_WORKERS), thread_name_prefix="reply")
+    return in_threads(reply, turns.keys(), turns.values())
+
+
+def in_threads(function: Callable[..., T], *arguments: Iterable[Any]) -> list[T]:
+    """`map` with a thread for each call, up to `MAX_WORKERS`; an error cancels what is left."""
+    pool = ThreadPoolExecutor(MAX_WORKERS)
     try:
-        return list(pool.map(reply, turns.keys(), turns.values()))
+        return list(pool.map(function, *arguments))
     finally:
         pool.shutdown(cancel_futures=True)

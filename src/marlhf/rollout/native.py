@@ -30,7 +30,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from marlhf.data.collate import TokenRows
 from marlhf.errors import SettingError
 from marlhf.models.base import Model, Precision, autocast
 from marlhf.models.compile import is_compiled, uncompiled
@@ -38,9 +37,15 @@ from marlhf.models.forward import check_rotary
 from marlhf.models.llama import has_hooks
 from marlhf.rollout.continuous import MIN_SLOTS, DecodeStep, Schedule
 from marlhf.rollout.conversations import ConversationSchedule
-from marlhf.rollout.engine import Conversations, Reply, Rollout, Sampling, SamplingRequest
+from marlhf.rollout.engine import (
+    CheckedEngine,
+    Reply,
+    Rollout,
+    Sampling,
+    SamplingRequest,
+)
 from marlhf.rollout.llama import LlamaDecoder
-from marlhf.rollout.plain import PlainEngine, to_rollout
+from marlhf.rollout.plain import PlainEngine
 from marlhf.rollout.slots import (
     CompiledDecoder,
     Decoder,
@@ -61,7 +66,7 @@ DecoderClass: TypeAlias = Callable[[Model, int, int, torch.dtype | None], Decode
 """Builds a decoder from a model, its number of slots, their capacity and the type of the cache."""
 
 
-class NativeEngine:
+class NativeEngine(CheckedEngine):
     """Continuous batching over a static cache.
 
     >>> from marlhf.models.tiny import tiny_model
@@ -106,30 +111,17 @@ class NativeEngine:
     def update_weights(self, model: nn.Module) -> None:
         assert model is self.model, "the native engine samples from the policy itself"
 
-    @torch.no_grad()
-    def generate(
-        self,
-        prompts: TokenRows,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        limits: Sequence[int] | None = None,
-        reply: Reply | None = None,
-    ) -> Rollout:
-        """Sample one response per prompt; repeat a prompt, with another seed, for several."""
-        converses = reply is not None
-        request = SamplingRequest.checked(prompts, sampling, seeds, limits, turns=converses)
-        longest = max(len(prompt) + limit for prompt, limit in zip(prompts, request.limits))
+    def respond(self, request: SamplingRequest, reply: Reply | None) -> Rollout:
+        longest = max(len(p) + limit for p, limit in zip(request.prompts, request.limits))
         with self._sampling(longest):
-            extends = self.extends or converses
+            extends = self.extends or reply is not None
             news = has_hooks(self.model) != self.hooked or extends != self.extends
             if longest > self.longest or news:
                 self._check(longest, extends)
             if self.decoder_class is None:
-                return self.plain.generate(prompts, sampling, seeds, limits, reply)
-            session = self._session(self.decoder_class, len(prompts), longest)
-            if reply is not None:
-                return self._converse(session, request, reply)
-            return to_rollout(*self._run(session, request), self.end_tokens)
+                return self.plain.respond(request, reply)
+            session = self._session(self.decoder_class, len(request.prompts), longest)
+            return self._respond(session, request, reply)
 
     def _check(self, longest: int, extends: bool) -> None:
         """Choose how to sample: again when texts first exceed a window or chunk of the model.
@@ -145,28 +137,21 @@ class NativeEngine:
             self.decoder_class, self.checked_length = self._choose(length), length
         self.longest, self.hooked = max(longest, self.longest), hooked
 
-    def _run(
-        self, session: DecodeSession, request: SamplingRequest
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens and log-probs, [B, R], junk after the end; and lengths of responses, [B]."""
+    def _respond(
+        self, session: DecodeSession, request: SamplingRequest, reply: Reply | None
+    ) -> Rollout:
         with session.decoder.ready():
+            step = session.step(request.sampling, holds=reply is not None)
             budget = min(self.token_budget, session.decoder.prefill_tokens)
-            share, step = self.share_prefixes, session.step(request.sampling)
-            schedule = Schedule(step, request, budget, share_prefixes=share)
-            # Clones: tensors made in inference mode may not be saved for a backward pass.
-            tokens, logprobs, lengths = (x.clone() for x in schedule.run())
+            if reply is None:
+                schedule = Schedule(step, request, budget, share_prefixes=self.share_prefixes)
+            else:
+                schedule = ConversationSchedule(
+                    step, request, reply, budget, share_prefixes=self.share_prefixes
+                )
+            schedule.run()
         self._drop_large(session)
-        return tokens, logprobs, lengths
-
-    def _converse(self, session: DecodeSession, request: SamplingRequest, reply: Reply) -> Rollout:
-        prompts, sampling, seeds, limits = request
-        talk = Conversations(prompts, limits, sampling.max_new_tokens)
-        with session.decoder.ready():
-            budget = min(self.token_budget, session.decoder.prefill_tokens)
-            share, step = self.share_prefixes, session.step(sampling, holds=True)
-            ConversationSchedule(step, talk, reply, seeds, budget, share_prefixes=share).converse()
-        self._drop_large(session)
-        return talk.rollout(self.end_tokens, self.model.device)
+        return schedule.rollout(self.end_tokens)
 
     def _drop_large(self, session: DecodeSession) -> None:
         cached, device = session.decoder.cache_bytes, self.model.device
@@ -263,7 +248,7 @@ class NativeEngine:
         warnings.warn(
             f"The native engine cannot replace the attention of a {name} ({fault}). It samples by "
             f"{way}.",
-            stacklevel=5,
+            stacklevel=6,
         )
         return None
 

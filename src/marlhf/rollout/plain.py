@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from marlhf.models.base import Model, Precision, autocast
 from marlhf.models.forward import keeps_logits, position_ids
 from marlhf.models.sequences import receive, send
 from marlhf.rollout.engine import (
-    Conversations,
+    CheckedEngine,
     Reply,
     Rollout,
     Sampling,
@@ -34,7 +36,7 @@ CHECK_EVERY = 8
 """Steps between checks whether every row has ended: each check waits for the device."""
 
 
-class PlainEngine:
+class PlainEngine(CheckedEngine):
     """One batch after another, each as long as its longest response."""
 
     def __init__(
@@ -56,44 +58,26 @@ class PlainEngine:
     def update_weights(self, model: nn.Module) -> None:
         assert model is self.model, "the plain engine samples from the policy itself"
 
-    @torch.no_grad()
-    def generate(
-        self,
-        prompts: TokenRows,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        limits: Sequence[int] | None = None,
-        reply: Reply | None = None,
-    ) -> Rollout:
-        request = SamplingRequest.checked(prompts, sampling, seeds, limits, turns=reply is not None)
-        if reply is not None:
-            return self._converse(request, reply)
-        uniform = draws(seeds, sampling.max_new_tokens, self.model.device)
-        return self._sample_all(request, uniform)
+    def respond(self, request: SamplingRequest, reply: Reply | None) -> Rollout:
+        device = self.model.device
+        if reply is None:
+            uniform = draws(request.seeds, request.sampling.max_new_tokens, device)
+            return self._sample_all(request, uniform)
 
-    def _converse(self, request: SamplingRequest, reply: Reply) -> Rollout:
-        """Each turn is a response to the whole text so far."""
-        sampling, most = request.sampling, max(request.limits)
-        talk = Conversations(request.prompts, request.limits, sampling.max_new_tokens)
-        uniform = draws(request.seeds, most, self.model.device)
-
-        def sample_turns(rows: list[int]) -> list[tuple[list[int], list[float]]]:
-            lengths = [talk.turn_limit(row) for row in rows]
-            texts = [talk.texts[row] for row in rows]
-            turn = replace(sampling, max_new_tokens=max(lengths))
+        def sample_turns(turns: SamplingRequest, used: list[int]) -> list[Any]:
+            """Each turn is a response to the whole text so far."""
+            length = max(turns.limits)
             # The random numbers of a turn are those of its positions in the response.
-            used = torch.tensor([talk.used(row) for row in rows])[:, None]
-            columns = (torch.arange(max(lengths)) + used).clamp(max=most - 1)
-            own = uniform[rows].gather(1, columns.to(uniform.device))
-            turns = request._replace(prompts=texts, sampling=turn, limits=lengths)
-            rollout = self._sample_all(turns, own)
-            return [
-                (tokens, logprobs[: len(tokens)])
-                for tokens, logprobs in zip(rollout.responses, rollout.logprobs.tolist())
-            ]
+            columns = send(torch.tensor(used)[:, None] + torch.arange(length), device)
+            uniform = draws(turns.seeds, max(request.limits), device)
+            own = uniform.gather(1, columns.clamp(max=uniform.shape[1] - 1))
+            sampling = replace(turns.sampling, max_new_tokens=length)
+            rollout = self._sample_all(turns._replace(sampling=sampling), own)
+            lists = zip(rollout.responses, rollout.logprobs.tolist())
+            return [(tokens, logprobs[: len(tokens)]) for tokens, logprobs in lists]
 
-        converse_in_rounds(talk, sample_turns, lambda turns: ask_all(reply, turns))
-        return talk.rollout(self.end_tokens, self.model.device)
+        talk = converse_in_rounds(request, sample_turns, partial(ask_all, reply))
+        return talk.rollout(self.end_tokens, device)
 
     def _sample_all(self, request: SamplingRequest, uniform: Tensor) -> Rollout:
         """With random numbers [B, R]."""

@@ -206,13 +206,8 @@ class ModuleDecoder:
         takes = forward_parameters(model) & {"logits_to_keep", "kwargs"}
         self.last_only = {"logits_to_keep": 1} if takes else {}
 
-    @contextlib.contextmanager
-    def ready(self) -> Iterator[None]:
-        if self.copies is None:
-            yield
-        else:
-            with self.copies.applied():
-                yield
+    def ready(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.copies is None else self.copies.applied()
 
     @property
     def cache_bytes(self) -> int:

@@ -14,7 +14,7 @@ import copy
 import importlib
 import os
 import tempfile
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -30,11 +30,13 @@ from marlhf.models.base import Model, Precision, autocast, computes_in_bfloat16
 from marlhf.models.forward import token_stats
 from marlhf.models.sequences import Sequences
 from marlhf.rollout.engine import (
+    CheckedEngine,
     Conversations,
     Reply,
     Rollout,
     Sampling,
     SamplingRequest,
+    T,
     ask_all,
     converse_in_rounds,
     draws,
@@ -67,7 +69,7 @@ class Completion(NamedTuple):
     logprobs: list[float]
 
 
-class VLLM(ABC):
+class VLLM(CheckedEngine):
     """What both engines share: when weights are sent, and what log-probs are."""
 
     where = "vLLM"
@@ -95,23 +97,11 @@ class VLLM(ABC):
         """Sample from this model from now on, as it is when it next samples."""
         self.policy, self.stale = model, True
 
-    @torch.no_grad()
-    def generate(
-        self,
-        prompts: TokenRows,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        limits: Sequence[int] | None = None,
-        reply: Reply | None = None,
-    ) -> Rollout:
-        """Sample one response per prompt; repeat a prompt, with another seed, for several.
-
-        Turns are sampled in rounds, from whole texts: vLLM has what they begin with in its cache.
-        Where several processes share a server, the main one asks for replies.
-        """
-        turns = reply is not None
-        request = SamplingRequest.checked(prompts, sampling, seeds, limits, turns=turns)
-        self._prepare(request, turns=turns)
+    def respond(self, request: SamplingRequest, reply: Reply | None) -> Rollout:
+        """Turns are sampled in rounds, from whole texts: vLLM has what they begin with in its
+        cache. Where several processes share a server, the main one asks for replies."""
+        self._prepare(request, turns=reply is not None)
+        sampling = request.sampling
         # With top-k or top-p vLLM's log-probs are of the truncated distribution; a rollout's are
         # of the whole one, so the policy has to compute them.
         truncated = sampling.truncated and sampling.temperature > 0
@@ -126,7 +116,7 @@ class VLLM(ABC):
         self._verify(request, self._short_completion(request) if truncated else first)
         if not truncated:
             return rollout
-        logprobs = self._policy_logprobs(prompts, rollout.responses, sampling.scale)
+        logprobs = self._policy_logprobs(request.prompts, rollout.responses, sampling.scale)
         if rollout.sampled is not None:
             logprobs = logprobs.masked_fill(~rollout.sampled, 0.0)
         return replace(rollout, logprobs=logprobs)
@@ -140,22 +130,18 @@ class VLLM(ABC):
 
     def _converse(self, request: SamplingRequest, reply: Reply) -> tuple[Rollout, Completion]:
         """Conversations, and the first turn of the first of them."""
-        limits, most = request.limits, request.sampling.max_new_tokens
-        talk = Conversations(request.prompts, limits, most)
         first: list[Completion] = []
 
-        def sample_turns(rows: list[int]) -> list[Completion]:
-            seeds = [turn_seed(request.seeds[row], talk.used(row)) for row in rows]
-            texts, room = [talk.texts[row] for row in rows], [talk.turn_limit(row) for row in rows]
-            turns = request._replace(prompts=texts, seeds=seeds, limits=room)
-            completions = self._complete(turns)
+        def sample_turns(turns: SamplingRequest, used: list[int]) -> list[Completion]:
+            completions = self._complete(turns._replace(seeds=[*map(turn_seed, turns.seeds, used)]))
             self._check_tokens(completions)
             first.append(completions[0])
             return completions
 
-        converse_in_rounds(
-            talk, sample_turns, lambda turns: self.processes.on_main(lambda: ask_all(reply, turns))
-        )
+        def ask(turns: dict[int, list[int]]) -> list[list[int] | None]:
+            return self.processes.on_main(lambda: ask_all(reply, turns))
+
+        talk = converse_in_rounds(request, sample_turns, ask)
         return talk.rollout(self.end_tokens, self.policy.device), first[0]
 
     def _prepare(self, request: SamplingRequest, *, turns: bool = False) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from marlhf.config.stage import Sampling
 from marlhf.data.collate import SingleProcess, TokenRows
 from marlhf.models.base import Model, Precision
-from marlhf.rollout.engine import Rollout, SamplingRequest
+from marlhf.rollout.engine import Rollout, SamplingRequest, in_threads
 from marlhf.rollout.vllm import VLLM, Completion, RefusedError, RolloutError, fields, short
 from marlhf.rollout.weight_transfer import EXTENSION, PROTOCOL, WeightSender
 
@@ -32,8 +32,6 @@ RETRY_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Seconds before each retry."""
 RETRY_STATUS = (429, 502, 503, 504)
 """HTTP status of a server that is busy or starting."""
-CONNECTIONS = 256
-"""Concurrent requests. Each response has its own seed, so each is a request of its own."""
 DEFAULTS = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
@@ -135,12 +133,8 @@ class VLLMServer(VLLM):
 
     def _request_all(self, request: SamplingRequest) -> list[Completion]:
         self.lost = False
-        pool = ThreadPoolExecutor(min(len(request.prompts), CONNECTIONS))
-        ask = partial(self._request, request.sampling)
-        try:
-            return list(pool.map(ask, request.prompts, request.seeds, request.limits))
-        finally:
-            pool.shutdown(cancel_futures=True)
+        ask = partial(self._request, request.sampling)  # each has its own seed, so by itself
+        return in_threads(ask, request.prompts, request.seeds, request.limits)
 
     def _complete(self, request: SamplingRequest) -> list[Completion]:
         for _ in range(3):
