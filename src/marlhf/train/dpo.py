@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -82,14 +83,8 @@ def train(config: DPOConfig, run: OpenRun) -> Path:
                 partial(backward, passes, rows, ref, loss_of),
                 ["dpo/loss", "the policy's log-probs"],
             )
-            chosen, rejected = config.beta * (logprobs - ref)  # implicit rewards, [B] each
-            metrics = {
-                "dpo/loss": float(loss),
-                "dpo/accuracy": ranking_accuracy(chosen - rejected, config.beta),
-                "dpo/margin": float((chosen - rejected).mean()),
-                "dpo/chosen_reward": float(chosen.mean()),
-                "dpo/rejected_reward": float(rejected.mean()),
-            } | {f"dpo/{k}": x for k, x in numbers.items()}
+            numbers = implicit_rewards(logprobs, ref, config.beta) | numbers
+            metrics = {"dpo/loss": float(loss)} | {f"dpo/{k}": x for k, x in numbers.items()}
             loop.log(metrics, show=("dpo/loss", "dpo/accuracy"))
         root = run.folder.path.parent
         return dpo.close(f"marlhf report {root} -o {root / 'report.html'}")
@@ -126,33 +121,42 @@ def evaluate(
         return dict.fromkeys(("eval/loss", "eval/accuracy", "eval/margin"), float("nan"))
     logprobs = all_logprobs(passes, rows)
     check_finite([("the held-out log-probs", logprobs)])
-    chosen, rejected = beta * (logprobs - ref_logprobs)
-    return {
-        "eval/loss": float(loss_of(logprobs, ref_logprobs, len(rows))),
-        "eval/accuracy": ranking_accuracy(chosen - rejected, beta),
-        "eval/margin": float((chosen - rejected).mean()),
-    }
+    found = implicit_rewards(logprobs, ref_logprobs, beta)
+    loss = float(loss_of(logprobs, ref_logprobs, len(rows)))
+    return {"eval/loss": loss} | {f"eval/{k}": found[k] for k in ("accuracy", "margin")}
 
 
 def preference_loss(
-    logprobs: Tensor, ref_logprobs: Tensor, num_pairs: int, *, beta: float, label_smoothing: float
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    num_pairs: int,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    loss_type: Literal["sigmoid", "ipo"] = "sigmoid",
 ) -> Tensor:
-    """DPO's loss of pairs, [2, B] each: chosen, then rejected."""
-    return dpo_loss(
-        *logprobs.unbind(),
-        *ref_logprobs.unbind(),
-        beta=beta,
-        label_smoothing=label_smoothing,
-        num_pairs=num_pairs,
-    )
+    """DPO's loss of pairs, or IPO's, [2, B] each: chosen, then rejected."""
+    if loss_type == "ipo":
+        chosen, rejected = logprobs - ref_logprobs
+        return (chosen - rejected - 1 / (2 * beta)).square().sum() / num_pairs
+    sides = *logprobs.unbind(), *ref_logprobs.unbind()
+    return dpo_loss(*sides, beta=beta, label_smoothing=label_smoothing, num_pairs=num_pairs)
 
 
-def ranking_accuracy(margins: Tensor, beta: float) -> float:
-    """Share of pairs whose chosen response has the higher reward; within rounding is a tie.
+def implicit_rewards(logprobs: Tensor, ref_logprobs: Tensor, beta: float) -> dict[str, float]:
+    """How the rewards that a policy stands for order pairs, [2, B]: chosen, then rejected.
 
-    Before the first step margins are rounding and nothing else, which is no accuracy.
+    A margin within rounding is a tie. Before the first step margins are nothing else, which is no
+    accuracy.
     """
-    return accuracy(torch.where(margins.abs() < beta * ROUNDING, 0.0, margins))
+    chosen, rejected = beta * (logprobs - ref_logprobs)
+    margins = chosen - rejected
+    return {
+        "accuracy": accuracy(torch.where(margins.abs() < beta * ROUNDING, 0.0, margins)),
+        "margin": float(margins.mean()),
+        "chosen_reward": float(chosen.mean()),
+        "rejected_reward": float(rejected.mean()),
+    }
 
 
 @torch.no_grad()

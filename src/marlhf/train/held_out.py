@@ -126,8 +126,16 @@ class HeldOutEvaluation:
                 **_earned_by_tenth(experience),
             },
         )
-        prompts = [e.prompt for e in examples]
-        self._log_pieces(step, kl_coef, experience, prompts, tokens, texts, scores, kl, gold)
+        prompts = [e.prompt for e in examples[: self.log_samples]]
+        columns = {
+            "prompt": [decode(self.models.tokenizer, prompt) for prompt in prompts],
+            "response": texts,
+            "score": scores,
+            "gold": gold or [None] * len(scores),
+            "kl": kl,
+            "length": lengths,
+        }
+        self._log_pieces(step, kl_coef, experience, tokens, columns)
         self.latest = metrics
         if step == 0:
             self.start = metrics
@@ -170,12 +178,8 @@ class HeldOutEvaluation:
         step: int,
         kl_coef: float,
         experience: Experience,
-        prompts: list[list[int]],
         tokens: list[list[int]],
-        texts: list[str],
-        scores: list[float],
-        kl: list[float],
-        gold: list[float] | None,
+        columns: dict[str, list[Any]],
     ) -> None:
         shuffler = torch.Generator().manual_seed(SEED)
         credit = self.credit(experience, self.models, kl_coef, shuffler)
@@ -187,12 +191,7 @@ class HeldOutEvaluation:
                 {
                     "step": step,
                     "index": i,
-                    "prompt": decode(self.models.tokenizer, prompts[i]),
-                    "response": texts[i],
-                    "score": scores[i],
-                    "gold": gold[i] if gold else None,
-                    "kl": kl[i],
-                    "length": int(experience.mask[i].sum()),
+                    **{name: column[i] for name, column in columns.items()},
                     "pieces": _pieces(self.models.tokenizer, row, ends[i] if ends else set()),
                     "starts": starts[i][: len(row)],
                     "advantages": [round(a, 4) for a in advantages[i][: len(row)]],

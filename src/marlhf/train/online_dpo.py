@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marlhf.core import dpo_loss
 from marlhf.data import Row, decode, prompt_key
 from marlhf.data.collate import TokenRows
 from marlhf.judge.compare import PairJudge
@@ -29,7 +28,7 @@ from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import OpenRun, in_run_folder
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.stage import GivenObjects
-from marlhf.train.dpo import ranking_accuracy
+from marlhf.train.dpo import implicit_rewards, preference_loss
 from marlhf.train.dpo_config import OnlineDPOConfig, PairsConfig
 from marlhf.train.experience import Credit, Experience
 from marlhf.train.ppo import shape_and_segment
@@ -109,12 +108,13 @@ def backward(
     loss, gap = torch.zeros(2, device=world.device)
     lengths = sequences.total_lengths
     longest = [max(lengths[c], lengths[r]) for c, r in zip(chosen, rejected)]
+    options: Any = {"beta": config.beta, "loss_type": config.loss_type}
     for micro in world.batches(longest, max(1, models.pass_tokens // 2)):
         index = [side[i] for side in (chosen, rejected) for i in micro.rows]
         part = sequences.rows(index)
         by_token = torch.where(part.mask, models.logprobs(models.policy, part), 0.0)
         both = by_token.sum(dim=1).view(2, -1)
-        part_loss = preference_loss(both, ref_logprobs[:, micro.rows], len(numbers), config)
+        part_loss = preference_loss(both, ref_logprobs[:, micro.rows], len(numbers), **options)
         (part_loss * micro.weight).backward()
         loss += part_loss.detach() * micro.weight
         logprobs[:, micro.rows] += both.detach() * micro.weight
@@ -122,27 +122,9 @@ def backward(
         gap += (by_token.detach() - sampled).abs().sum() / mask.sum() * micro.weight
     loss, gap = world.sum(torch.stack([loss, gap])).unbind()
     logprobs = world.sum(logprobs)
-    better, worse = config.beta * (logprobs - ref_logprobs)  # implicit rewards, [P] each
-    accuracy = ranking_accuracy(better - worse, config.beta)
-    return {
-        "rl/policy_loss": loss,
-        "rl/logprob_gap": gap,
-        "dpo/accuracy": torch.tensor(accuracy, device=world.device),
-        "dpo/margin": (better - worse).mean(),
-        "dpo/chosen_reward": better.mean(),
-        "dpo/rejected_reward": worse.mean(),
-    }
-
-
-def preference_loss(
-    logprobs: Tensor, ref_logprobs: Tensor, num_pairs: int, config: OnlineDPOConfig
-) -> Tensor:
-    """The loss of pairs, [2, P] each: chosen, then rejected."""
-    if config.loss_type == "sigmoid":
-        sides = *logprobs.unbind(), *ref_logprobs.unbind()
-        return dpo_loss(*sides, beta=config.beta, num_pairs=num_pairs)
-    chosen, rejected = logprobs - ref_logprobs
-    return (chosen - rejected - 1 / (2 * config.beta)).square().sum() / num_pairs
+    found = implicit_rewards(logprobs, ref_logprobs, config.beta)
+    metrics = {f"dpo/{k}": torch.tensor(x, device=world.device) for k, x in found.items()}
+    return {"rl/policy_loss": loss, "rl/logprob_gap": gap} | metrics
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ Axes: B rows, S steps of a row, N steps of all rows, T response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
@@ -24,6 +24,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.utils.rnn import pad_sequence
 
 from marlhf.data import Encoded, Row, fit_prompts, load_data
+from marlhf.data.collate import Micro
 from marlhf.data.encode import decode
 from marlhf.data.rows import response_text
 from marlhf.models.facts import STEP_SEPARATOR, model_facts
@@ -132,14 +133,17 @@ def check_ends(ends: StepEnds, examples: Sequence[Example]) -> None:
             )
 
 
-def step_logits(
-    passes: Passes, prompts: list[list[int]], responses: list[list[int]], ends: list[list[int]]
-) -> Tensor:
-    """The logit that each step is good, row after row: [N]."""
-    with passes.autocast():
-        scores = token_scores(passes.model, passes.sequences(prompts, responses))
-    flat = [row * scores.shape[1] + end for row, own in enumerate(ends) for end in own]
-    return scores.flatten()[send(torch.tensor(flat), scores.device)]
+def micro_batches(
+    passes: Passes, ends: StepEnds, rows: list[Example], token_budget: int
+) -> Iterator[tuple[Micro, Tensor]]:
+    """Micro-batches with the logit that each of their steps is good, row after row: [N]."""
+    for micro in passes.world.batches([len(e.prompt) + e.longest for e in rows], token_budget):
+        prompts, responses = zip(*((rows[i].prompt, rows[i].chosen) for i in micro.rows))
+        with passes.autocast():
+            scores = token_scores(passes.model, passes.sequences([*prompts], [*responses]))
+        width, of_row = scores.shape[1], enumerate(ends(responses))
+        flat = [row * width + end for row, own in of_row for end in own]
+        yield micro, scores.flatten()[send(torch.tensor(flat), scores.device)]
 
 
 def labels_of(rows: Sequence[Example], device: torch.device) -> Tensor:
@@ -153,11 +157,8 @@ def backward(passes: Passes, ends: StepEnds, rows: list[Example]) -> tuple[Tenso
     world = passes.world
     count = sum(len(e.row.columns["labels"]) for e in rows)
     total, right = torch.zeros(2, device=world.device)
-    for micro in world.batches([len(e.prompt) + e.longest for e in rows], passes.pass_tokens):
-        part = [rows[i] for i in micro.rows]
-        responses = [e.chosen for e in part]
-        logits = step_logits(passes, [e.prompt for e in part], responses, ends(responses))
-        labels = labels_of(part, world.device)
+    for micro, logits in micro_batches(passes, ends, rows, passes.pass_tokens):
+        labels = labels_of([rows[i] for i in micro.rows], world.device)
         loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum") / count
         loss = loss * micro.weight
         loss.backward()
@@ -175,12 +176,7 @@ def evaluate(passes: Passes, ends: StepEnds, rows: list[Example]) -> dict[str, f
     device = passes.world.device
     labels = pad_sequence([labels_of([e], device) for e in rows], True, -1.0)  # [B, S]
     logits = torch.zeros_like(labels)
-    for micro in passes.world.batches(
-        [len(e.prompt) + e.longest for e in rows], 2 * passes.pass_tokens
-    ):
-        part = [rows[i] for i in micro.rows]
-        responses = [e.chosen for e in part]
-        found = step_logits(passes, [e.prompt for e in part], responses, ends(responses))
+    for micro, found in micro_batches(passes, ends, rows, 2 * passes.pass_tokens):
         own = torch.zeros_like(labels[micro.rows])
         own[labels[micro.rows] >= 0] = found * micro.weight
         logits[micro.rows] += own
@@ -247,6 +243,10 @@ def label_steps(
     return rows[:count], rows[count:]
 
 
+SampledBatch = tuple[list[list[int]], list[list[int]], list[Row], list[list[int]], list[int]]
+"""Prompts, responses, rows, ends of steps, seeds."""
+
+
 class Labeller:
     """A policy that writes and continues responses, and what verifies them."""
 
@@ -277,23 +277,18 @@ class Labeller:
         """Sample the responses with these numbers, and label their steps."""
         prompts = [self.tasks[i].prompt_ids for i in numbers]
         rows = [self.tasks[i].row for i in numbers]
-        responses = self._sample(prompts, [self.seeds[i] for i in numbers])
-        ends = self.ends(responses)
+        seeds = [self.seeds[i] for i in numbers]
+        responses = self._sample(prompts, seeds)
         label = self._by_continuations if self.settings.continuations else self._by_steps
-        labels = label(prompts, responses, rows, ends, [self.seeds[i] for i in numbers])
+        labels = label((prompts, responses, rows, self.ends(responses), seeds))
         texts = [decode(self.tokenizer, response) for response in responses]
         steps = [cut_steps(text, self.separator) for text in texts]
         each = zip(rows, steps, labels)
         return [{"prompt": r.prompt, "completions": s, "labels": x} for r, s, x in each]
 
-    def _by_continuations(
-        self,
-        prompts: list[list[int]],
-        responses: list[list[int]],
-        rows: list[Row],
-        ends: list[list[int]],
-        seeds: list[int],
-    ) -> list[list[float]]:
+    def _by_continuations(self, batch: SampledBatch) -> list[list[float]]:
+        """The share of continuations of each step that go well; of the last, the response."""
+        prompts, responses, rows, ends, seeds = batch
         count, limit = self.settings.continuations, self.settings.sampling.max_new_tokens
         # The row of each continuation, what it continues, and its seed.
         states = [
@@ -303,9 +298,8 @@ class Labeller:
             for number in range(count)
         ]
         texts = [[*prompts[row], *before] for row, before, _ in states]
-        left = [
-            max(1, limit - len(before)) for _, before, _ in states
-        ]  # a token may have two steps
+        # A token may have two steps.
+        left = [max(1, limit - len(before)) for _, before, _ in states]
         after = self._sample(texts, [seed for *_, seed in states], left) if states else []
         whole = responses + [[*before, *new] for (_, before, _), new in zip(states, after)]
         of_row = [*range(len(rows)), *(row for row, *_ in states)]
@@ -316,15 +310,9 @@ class Labeller:
         final = right[: len(rows)].tolist()
         return [[*islice(ahead, len(own) - 1), last] for own, last in zip(ends, final)]
 
-    def _by_steps(
-        self,
-        prompts: list[list[int]],
-        responses: list[list[int]],
-        rows: list[Row],
-        ends: list[list[int]],
-        seeds: list[int],
-    ) -> list[list[float]]:
+    def _by_steps(self, batch: SampledBatch) -> list[list[float]]:
         """What the verifier gives within each step."""
+        prompts, responses, rows, ends, _ = batch
         rewards = self.verify(prompts, responses, rows)
         if rewards.ndim == 1:
             raise RunError(

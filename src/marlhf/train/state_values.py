@@ -65,14 +65,13 @@ class State:
 
 
 def states_of(
-    examples: Sequence[Example], segments: Segments, experience: Experience
+    examples: Sequence[Example],
+    segments: Segments,
+    experience: Experience,
+    starts: Tensor | None = None,
 ) -> list[State]:
-    """Every start of a macro action, row by row."""
-    return states_at(segments.starts, examples, experience)
-
-
-def states_at(starts: Tensor, examples: Sequence[Example], experience: Experience) -> list[State]:
-    """The states before some tokens, [B, T], row by row."""
+    """Every start of a macro action, or some of these `starts`, [B, T], row by row."""
+    starts = segments.starts if starts is None else starts
     responses = experience.sequences.responses.tolist()
     return [
         State(row, column, examples[row], responses[row][:column])
@@ -171,7 +170,7 @@ def values_at_starts(
         values[:, 0] = torch.where(segments.mask[:, 0], others.flatten(), 0.0)
         starts = starts.clone()
         starts[:, 0] = False
-    if states := states_at(starts, examples, experience):
+    if states := states_of(examples, segments, experience, starts):
         values[starts] = of_states(states).to(values)  # both row by row
     return values
 
