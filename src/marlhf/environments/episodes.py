@@ -67,15 +67,6 @@ class Beginning(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Answer:
-    """What the environment, or its tools, made of a turn."""
-
-    step: Step
-    called: list[str] = field(default_factory=list)
-    errors: int = 0
-
-
-@dataclass(frozen=True)
 class Conversations:
     """How a row becomes a conversation."""
 
@@ -114,7 +105,7 @@ class Conversations:
             reason = f"error: the prompt alone fills episode_tokens, which is {self.episode_tokens}"
         except NotReturned:
             reason = "timeout"
-            _kill(*built)
+            _kill(built[0] if built else None)
         except (Exception, SystemExit) as error:  # whatever the user's environment raises
             reason = _shown(error)
         begun = built[0] if built and reason != "timeout" else None
@@ -300,22 +291,23 @@ class Episodes:
     ) -> tuple[Step, list[int] | None]:
         """The environment's step, and the ids that follow; no ids where there is no room."""
         try:
-            answer = call_within(episode.timeout, lambda: self._step(episode, text, tokens))
+            step, called, errors = call_within(
+                episode.timeout, lambda: self._step(episode, text, tokens)
+            )
         except NotReturned:
             self._give_up(episode)
             return Step(), None
         except (Exception, SystemExit) as error:  # whatever the user's environment raises
             episode.reason = _shown(error)
             return Step(), None
-        episode.tool_calls += len(answer.called)
-        episode.tool_errors += answer.errors
-        step = answer.step
+        episode.tool_calls += len(called)
+        episode.tool_errors += errors
         size = sum(len(message["content"]) for message in step.messages)
         if step.done or size > episode.limit * self._chat.longest_token:
             return step, None
-        schemas = episode.toolbox.schemas
         try:
-            return step, self._chat.after(tokens, step.messages, schemas, answer.called)
+            schemas = episode.toolbox.schemas
+            return step, self._chat.after(tokens, step.messages, schemas, called)
         except ConversationError as error:
             episode.reason = _shown(error)
             return step, None
@@ -326,17 +318,20 @@ class Episodes:
         _kill(episode.environment)
         episode.reason, episode.environment = "timeout", None
 
-    def _step(self, episode: _Episode, text: str, tokens: list[int]) -> _Answer:
-        """Changes nothing of the episode: where it takes too long, nobody waits for it."""
+    def _step(self, episode: _Episode, text: str, tokens: list[int]) -> tuple[Step, list[str], int]:
+        """The answer to a turn, the tools that were called, and how many of them failed.
+
+        Changes nothing of the episode: where it takes too long, nobody waits for it.
+        """
         toolbox = episode.toolbox
         if toolbox.schemas:
             calls = read_calls(self._chat.tokenizer, tokens, episode.prompt, toolbox.schemas)
             if calls:
                 messages, errors = toolbox.run(calls)
                 messages = check_messages(messages, WORLD_ROLES)
-                return _Answer(Step(messages), [call.name for call in calls], errors)
+                return Step(messages), [call.name for call in calls], errors
         assert episode.environment is not None
-        return _Answer(check_step(finish(episode.environment.step(text))))
+        return check_step(finish(episode.environment.step(text))), [], 0
 
     def _score(self, episode: _Episode) -> None:
         """Add the reward of the whole episode, where there is one, to the last turn."""
@@ -398,10 +393,9 @@ def _close(episode: _Episode) -> None:
         log.warning("An environment could not be closed: %s", _shown(error))
 
 
-def _kill(*environments: Environment | None) -> None:
-    for environment in environments:
-        if isinstance(environment, OwnProcess):
-            environment.kill()
+def _kill(environment: Environment | None) -> None:
+    if isinstance(environment, OwnProcess):
+        environment.kill()
 
 
 def _shown(error: BaseException) -> str:

@@ -82,33 +82,29 @@ class OwnProcess:
         return answer
 
 
-class _Served:
-    """The environment on its side of the connection."""
-
-    def __init__(self, make: Callable[[], Environment]) -> None:
-        self.environment: Any = make()
-
-    def call(self, name: str, *arguments: Any) -> Any:
-        """What `OwnProcess` asks for by the names of its methods."""
-        if name == "run":
-            return self.toolbox.run(*arguments)
-        if name != "reset":
-            return call_optional(self.environment, name, *arguments)
-        messages = finish(self.environment.reset(*arguments))
-        self.toolbox = Toolbox(getattr(self.environment, "tools", ()))
-        own = {"timeout": self.environment.timeout} if hasattr(self.environment, "timeout") else {}
-        return messages, self.toolbox.schemas, own
-
-
 def _serve(connection: Connection, make: Callable[[], Environment]) -> None:
     """Answer calls until the connection is closed, which it also is when the run is killed."""
-    served: _Served | None = None
+    environment: Any = None
+    toolbox = Toolbox(())
+
+    def call(name: str, *arguments: Any) -> Any:
+        """What `OwnProcess` asks for by the names of its methods."""
+        nonlocal environment, toolbox
+        environment = make() if environment is None else environment
+        if name == "run":
+            return toolbox.run(*arguments)
+        if name != "reset":
+            return call_optional(environment, name, *arguments)
+        messages = finish(environment.reset(*arguments))
+        toolbox = Toolbox(getattr(environment, "tools", ()))
+        own = {"timeout": environment.timeout} if hasattr(environment, "timeout") else {}
+        return messages, toolbox.schemas, own
+
     with suppress(EOFError, OSError):
         while True:
             name, arguments = connection.recv()
             try:
-                served = served or _Served(make)
-                answer = "", served.call(name, *arguments)
+                answer = "", call(name, *arguments)
             except (Exception, SystemExit) as error:  # whatever the user's environment raises
                 kind = "" if isinstance(error, ConversationError) else f"{type(error).__name__}: "
                 answer = f"{kind}{error}", None

@@ -5,6 +5,7 @@ Axes: B rows, T response tokens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
@@ -131,10 +132,7 @@ def count_endings(records: Sequence[EpisodeRecord]) -> dict[str, int]:
     >>> count_endings([EpisodeRecord([], [], "done"), EpisodeRecord([], [], "done")])
     {'done': 2}
     """
-    counts: dict[str, int] = {}
-    for record in records:
-        counts[record.reason] = counts.get(record.reason, 0) + 1
-    return counts
+    return dict(Counter(record.reason for record in records))
 
 
 def scored_row(row: Row, record: EpisodeRecord | None) -> Row:
