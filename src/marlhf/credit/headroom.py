@@ -30,7 +30,7 @@ from marlhf.credit.headroom_estimates import (
     advantages_by_way,
     estimate,
 )
-from marlhf.credit.state import CreditError, RunState, measured_parts
+from marlhf.credit.state import CreditError, RunState, measured_parts, shown
 from marlhf.credit.ways import of_group, returns_from
 from marlhf.evaluate.results import text_table
 from marlhf.models.logprobs import BLOCK, BLOCKS, TokenScores
@@ -72,7 +72,8 @@ def measure_headroom(
     _check(state, responses, continuations, boundaries, group)
     rule = _rule(state, rules)
     state.score.provide_for([rule])
-    setting = _setting(state, to_raw(rule), group, continuations, boundaries, seed)
+    own = [BLOCKS, ROWS, REACHES, state.step, state.kl_coef]  # with these, all that decides it
+    setting = digest_of([*own, to_raw(rule), group, continuations, boundaries, seed])
     file = state.folder / HEADROOM_LINES
     per_chunk, count = max(1, ROWS // group), responses // group
     chunks = [range(i, min(i + per_chunk, count)) for i in range(0, count, per_chunk)]
@@ -317,8 +318,8 @@ def table(result: dict[str, Any]) -> str:
     rows = [
         [
             f"exact values, lam={row['reach']:g}",
-            _show(row["cosine"]),
-            _show(row["error"]),
+            shown(row["cosine"]),
+            shown(row["error"]),
             f"{_times(row['headroom'])} [{_times(row['low'])}, {_times(row['high'])}]",
             _times(row["sampled"]),
             _times(row.get("critic")),
@@ -326,10 +327,10 @@ def table(result: dict[str, Any]) -> str:
         for row in result["rows"]
     ]
     of_rloo, own = result["rloo"], result.get("own")
-    first = [_show(of_rloo["cosine"]), _show(of_rloo["error"]), "1", "", ""]
+    first = [shown(of_rloo["cosine"]), shown(of_rloo["error"]), "1", "", ""]
     rows.append([f"RLOO, {result['group']} per prompt", *first])
     if own:
-        mine = [_show(own["cosine"]), _show(own["error"]), _times(own["worth"]), "", ""]
+        mine = [shown(own["cosine"]), shown(own["error"]), _times(own["worth"]), "", ""]
         rows.append([f"{own['name']} (this run)", *mine])
     return text_table(header, rows)
 
@@ -361,13 +362,3 @@ def _times(value: float | None) -> str:
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.2g}" if value < 100 else "over 100"
-
-
-def _show(value: float) -> str:
-    return f"{value:.2f}" if math.isfinite(value) else "-"
-
-
-def _setting(state: RunState, *which: Any) -> str:
-    """Changes with everything that decides the numbers of a part."""
-    known = [BLOCKS, ROWS, REACHES, state.step, state.kl_coef, *which]
-    return digest_of(known)

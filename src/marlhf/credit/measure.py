@@ -23,7 +23,7 @@ from torch import Tensor
 from marlhf.config.candidates import CANDIDATES, TURN_CANDIDATES
 from marlhf.config.settings import to_raw
 from marlhf.core import Agreement, Learned, gradient_agreement
-from marlhf.credit.state import CreditError, RunState, measured_parts, sample_batch
+from marlhf.credit.state import CreditError, RunState, measured_parts, sample_batch, shown
 from marlhf.credit.ways import Batch, Way, advantages_by_way, group_of, ways_of
 from marlhf.environments import scored_row, turn_rewards
 from marlhf.evaluate.results import text_table
@@ -162,7 +162,9 @@ def batch_gradients(
     file = state.folder / CREDIT_LINES
     # What a name such as `learned path=cuts.json` stands for may change.
     learned = [to_raw(rule) for o in options if isinstance(rule := o.config.segmenter, Learned)]
-    setting = _setting(state, [o.name for o in options], group, seed, *learned)
+    own = [BLOCKS, THIRDS, state.step, state.config.batch_size, state.kl_coef]
+    names = [option.name for option in options]
+    setting = digest_of([*own, names, group, seed, *learned])  # all that decides the numbers
 
     def intro(before: int) -> str:
         return (
@@ -235,11 +237,11 @@ def table(measured: Measured) -> str:
     rows = [
         [
             row["name"] + (" (this run)" if row["own"] else ""),
-            _show(row["cosine"]),
-            _show(row["error"]),
-            _show(row["consistency"]),
-            _show(row["samples"], "x"),
-            _show(row["reach"]),
+            shown(row["cosine"]),
+            shown(row["error"]),
+            shown(row["consistency"]),
+            shown(row["samples"], "x"),
+            shown(row["reach"]),
         ]
         for row in measured.rows()
     ]
@@ -253,12 +255,10 @@ def critic_verdict(measured: Measured) -> str:
         f"The critic explains {shown} of the returns in the first, second and last third of a "
         "response."
     )
-    nothing = max(measured.explained) < NOTHING
-    return f"{said} That is nothing: {_lower(advice(measured.config))}" if nothing else said
-
-
-def _lower(sentence: str) -> str:
-    return sentence[0].lower() + sentence[1:]
+    if max(measured.explained) >= NOTHING:
+        return said
+    remedy = advice(measured.config)
+    return f"{said} That is nothing: {remedy[0].lower()}{remedy[1:]}"
 
 
 def verdict(measured: Measured) -> str:
@@ -323,15 +323,5 @@ def rank_correlation(x: Tensor, y: Tensor) -> float:
     return round(float(torch.corrcoef(ranks)[0, 1]), 12)
 
 
-def _show(value: float | None, unit: str = "") -> str:
-    return "-" if value is None else f"{value:.2f}{unit}"
-
-
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _setting(state: RunState, *more: Any) -> str:
-    """Changes with everything that decides a batch's numbers."""
-    which = [BLOCKS, THIRDS, state.step, state.config.batch_size, state.kl_coef, *more]
-    return digest_of(which)

@@ -5,6 +5,7 @@ Weights come from a checkpoint, from the model of a finished run, or from where 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -247,3 +248,8 @@ def measured_parts(
             append_jsonl(file, [lines[str(key)]])
             bar.advance(done, {"score": score})
     return [lines[str(key)] for key in keys]
+
+
+def shown(value: float | None, unit: str = "") -> str:
+    """For tables; a dash for what is not known."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.2f}{unit}"

@@ -21,7 +21,7 @@ from torch import Tensor
 from marlhf.config.candidates import parse_candidates
 from marlhf.core import Lines, Segments, segment
 from marlhf.credit.measure import MEASURED, credit_of
-from marlhf.credit.state import CreditError, RunState, sample_batch
+from marlhf.credit.state import CreditError, RunState, sample_batch, shown
 from marlhf.data.encode import decode
 from marlhf.data.sums import first_wrong_line
 from marlhf.evaluate.results import text_table
@@ -237,13 +237,9 @@ def table(result: dict[str, Any]) -> str:
         ],
     )
     header = ["credit by", "correlation with true credit"]
-    rows = [[r["name"], _show(r["correlation"])] for r in result["rules"]]
+    rows = [[r["name"], shown(r["correlation"])] for r in result["rules"]]
     if "wrong" in result:
         header.append(f"lowest on the first wrong line, of {result['wrong']}")
         rows = [[*row, f"{r['first_wrong']:.0%}"] for row, r in zip(rows, result["rules"])]
         rows.append(["continuations", "", f"{result['first_wrong']:.0%}"])
     return f"{critic}\n\n{text_table(header, rows)}"
-
-
-def _show(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
