@@ -110,12 +110,10 @@ class World(SingleProcess):
             batches = token_budget_batches(theirs, budget)
             by_rank.append([Micro([share[i] for i in batch]) for batch in batches])
         own = [micro.rows for micro in by_rank[self.rank]]
+        sizes = [len(rows) * max(lengths[i] for i in rows) for rows in own]
         self.pass_limit.passes = len(own)
         self.pass_limit.most_rows = max(map(len, own), default=0)
-        longest = [max(lengths[i] for i in rows) for rows in own]
-        self.pass_limit.most_tokens = max(
-            (len(rows) * length for rows, length in zip(own, longest)), default=0
-        )
+        self.pass_limit.most_tokens = max(sizes, default=0)
         if not self.sharded:
             return by_rank[self.rank]
         missing = max(map(len, by_rank)) - len(by_rank[self.rank])

@@ -152,7 +152,7 @@ class Size:
 
 
 @cache
-def size_named(name: str, trust_remote_code: bool = False) -> Size:
+def size_named(name: str) -> Size:
     """The size of a model by its folder, its hub name, or a well-known name."""
     if name == "tiny":
         return Size.of(tiny_config())
@@ -160,9 +160,7 @@ def size_named(name: str, trust_remote_code: bool = False) -> Size:
     if known is None:
         try:
             with quiet_transformers():
-                known = AutoConfig.from_pretrained(
-                    **locate(name), trust_remote_code=trust_remote_code
-                )
+                known = AutoConfig.from_pretrained(**locate(name))
         except (MarlhfError, OSError, ValueError) as error:
             raise SettingError(
                 f"What {name} would take is not known: {str(error).splitlines()[0]} Names known "
@@ -212,9 +210,7 @@ def plan_run(config: StageConfig, gpu: float, size: Callable[[str], Size] = size
         tokens = max(length, tokens // 2)
 
 
-def remedies(
-    config: StageConfig, gpu: float, size: Callable[[str], Size] = size_named
-) -> Iterator[tuple[str, Plan]]:
+def remedies(config: StageConfig, gpu: float) -> Iterator[tuple[str, Plan]]:
     """Settings that take less and less memory, each with its plan, up to the first that fits."""
     eight_bit = {"optimizer": "adamw_8bit"}
     checkpointed = {"gradient_checkpointing": True}
@@ -231,14 +227,14 @@ def remedies(
     ladder = [] if config.lora else whole
     ladder += [plain | x for x in (adapters, adapters | checkpointed)]
     ladder += [plain | x for x in (quantized, quantized | checkpointed)]
-    least = plan_run(config, gpu, size).peak
+    least = plan_run(config, gpu).peak
     for changes in ladder:
         # A smaller cache is made for the time of sampling, or stays and is there in every pass.
         with_cache = (changes, changes | {"rollout_tokens": 1 << 15})
         known = [
             {name: x for name, x in each.items() if hasattr(config, name)} for each in with_cache
         ]
-        plans = [plan_run(replace(config, **each), gpu, size) for each in known]
+        plans = [plan_run(replace(config, **each), gpu) for each in known]
         plan, settings = min(zip(plans, known, strict=True), key=lambda found: found[0].peak)
         new = {name: x for name, x in settings.items() if getattr(config, name) != x}
         if plan.peak >= least:  # it has no such setting, or nothing of that kind

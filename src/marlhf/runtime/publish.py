@@ -55,6 +55,7 @@ from marlhf.runs.layout import (
 from marlhf.runs.write import RunFolder
 
 ADAPTER = "adapter_config.json"
+PATH_IN_TEXT = re.compile(r"(?<![\w:/])(?:~|\.{1,2}|[A-Za-z]:)?(?:[\\/][\w.+-]+)+[\\/]?")
 LABELS = {
     "eval/score": "score",
     "eval/kl": "KL to the reference (nats per response)",
@@ -274,11 +275,7 @@ def _shown(name: str) -> str:
 
 def _without_paths(text: str) -> str:
     """A sentence in which every path is a name."""
-    return re.sub(r"(?<![\w:/])(?:~|\.{1,2}|[A-Za-z]:)?(?:[\\/][\w.+-]+)+[\\/]?", _last_part, text)
-
-
-def _last_part(match: re.Match[str]) -> str:
-    return _shown(match.group())
+    return PATH_IN_TEXT.sub(lambda path: _shown(path[0]), text)
 
 
 def _clean(value: Any) -> Any:
