@@ -66,6 +66,14 @@ def test_rounds_are_stages_that_point_to_the_latest(write):
     assert stages["label-2"].kind == "label"
 
 
+def test_steps_of_a_round_are_labelled_by_the_latest_policy(write):
+    source = '{policy: "@ppo", reward_funcs: ["marlhf.reward.sums:solved"]}'
+    text = ROUNDS.replace("round:\n", f'round:\n  prm: {{model: "@sft", labels_from: {source}}}\n')
+    stages = {stage.name: stage.config for stage in check_recipe(write(text))}
+    policies = [stages[f"prm-{k}"].labels_from.policy for k in (1, 2)]
+    assert policies == ["runs/x/ppo/model", "runs/x/ppo-1/model"]
+
+
 def test_overrides_reach_all_rounds_or_one(write):
     overrides = ["ppo.kl_coef=0.2", "ppo-2.kl_coef=0.3", "label.num_samples=4"]
     stages = {stage.name: stage.config for stage in check_recipe(write(ROUNDS), overrides)}
