@@ -16,12 +16,12 @@ import torch
 from scipy.stats import spearmanr
 
 from marlhf.config.candidates import parse_candidates
-from marlhf.core import gradient_agreement
 from marlhf.credit.measure import MEASURED, credit_of
 from marlhf.credit.state import open_state, sample_batch
 from marlhf.evaluate.results import text_table
 from marlhf.models.forward import token_stats
 from marlhf.models.logprobs import BLOCKS
+from marlhf.train.agreement import gradient_agreement
 from marlhf.train.credit_choice import Measurement, by_each, options_of, unbiased
 from marlhf.train.ppo import assign_credit
 

@@ -22,7 +22,6 @@ from marlhf.core import (
     Words,
     boundary_gae,
     gae,
-    gradient_agreement,
     macro_gae,
     ppo_policy_loss,
     ppo_value_loss,
@@ -32,6 +31,7 @@ from marlhf.core import (
     tree_advantages,
     whiten,
 )
+from marlhf.train.agreement import gradient_agreement
 
 
 @pytest.fixture

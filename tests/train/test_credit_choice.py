@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from marlhf.config.candidates import Candidate, parse_candidates
-from marlhf.core import NGram, Perplexity, Segments, gae, gradient_agreement
+from marlhf.core import NGram, Perplexity, Segments, gae
 from marlhf.runtime.stage import Stopped
 from marlhf.train import credit_choice, ppo
+from marlhf.train.agreement import gradient_agreement
 from marlhf.train.credit_choice import CreditChooser, better, name_of
 from small_runs import read_lines, stop_after, weights
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from marlhf.cli import app
-from marlhf.core import Agreement, NGram, Segments, Words
+from marlhf.core import NGram, Segments, Words
 from marlhf.credit import measure as measuring
 from marlhf.credit.measure import (
     Measured,
@@ -38,6 +38,7 @@ from marlhf.credit.ways import (
 from marlhf.errors import SettingError
 from marlhf.report.write import write_report
 from marlhf.train import ppo
+from marlhf.train.agreement import Agreement
 from small_runs import read_lines, small_ppo
 
 RULES = ("token lam=1", "token lam=0.5", "words lam=0.9")

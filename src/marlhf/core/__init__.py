@@ -11,7 +11,6 @@ from marlhf.core.advantages import (
     state_advantages,
     tree_advantages,
 )
-from marlhf.core.agreement import Agreement, gradient_agreement, jackknife_error
 from marlhf.core.losses import (
     dpo_loss,
     importance_weights,
@@ -46,14 +45,12 @@ from marlhf.core.segments import Segments
 
 # fmt: off
 __all__ = [
-    "Agreement", "Constituents", "Entropy", "Learned", "Lines", "NGram", "Perplexity",
-    "RandomNGram", "Responses", "Segmenter", "Segments", "Sentences", "Surprise", "Turns",
-    "ValueChange", "Vocabulary", "Words", "adaptive_lam", "at_last_token", "boundary_gae",
-    "dpo_loss", "gae",
-    "gradient_agreement", "group_advantages", "importance_weights", "jackknife_error",
-    "kl_estimate", "macro_gae", "masked_mean", "moments", "needs", "overlong_penalty", "pack_spans",
-    "parser_of", "pool_rewards", "ppo_policy_loss", "ppo_value_loss", "reward_loss",
-    "rloo_advantages", "segment", "sft_loss", "shape_rewards", "state_advantages", "thin_out",
-    "tree_advantages", "whiten",
+    "Constituents", "Entropy", "Learned", "Lines", "NGram", "Perplexity", "RandomNGram",
+    "Responses", "Segmenter", "Segments", "Sentences", "Surprise", "Turns", "ValueChange",
+    "Vocabulary", "Words", "adaptive_lam", "at_last_token", "boundary_gae", "dpo_loss", "gae",
+    "group_advantages", "importance_weights", "kl_estimate", "macro_gae", "masked_mean", "moments",
+    "needs", "overlong_penalty", "pack_spans", "parser_of", "pool_rewards", "ppo_policy_loss",
+    "ppo_value_loss", "reward_loss", "rloo_advantages", "segment", "sft_loss", "shape_rewards",
+    "state_advantages", "thin_out", "tree_advantages", "whiten",
 ]
 # fmt: on

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from marlhf.config.candidates import Candidate
-from marlhf.core import Learned, gradient_agreement
+from marlhf.core import Learned
 from marlhf.core.segmenters import FEATURES
 from marlhf.credit.measure import Measured, batch_gradients
 from marlhf.credit.state import CreditError, RunState
@@ -24,6 +24,7 @@ from marlhf.credit.ways import Way
 from marlhf.models.logprobs import BLOCKS
 from marlhf.runs.atomic import write_json
 from marlhf.runs.layout import CUTS
+from marlhf.train.agreement import gradient_agreement
 from marlhf.train.credit_choice import ERRORS, options_of
 
 NAME = "learned cuts"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from marlhf.config.candidates import Candidate, parse_candidates
 from marlhf.config.settings import to_raw
-from marlhf.core import NGram, Segments, Turns, jackknife_error, segment
+from marlhf.core import NGram, Segments, Turns, segment
 from marlhf.credit.headroom_estimates import (
     OTHERS,
     REACHES,
@@ -37,6 +37,7 @@ from marlhf.models.logprobs import BLOCK, BLOCKS, TokenScores
 from marlhf.runs.layout import HEADROOM_LINES, digest_of
 from marlhf.runtime.checkpoint import decode, encode
 from marlhf.runtime.stage import batch_rows
+from marlhf.train.agreement import jackknife_error
 from marlhf.train.credit_choice import ERRORS, name_of
 from marlhf.train.experience import Experience
 from marlhf.train.ppo import assign_credit, shape_and_segment

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from marlhf.core import Segments, jackknife_error, macro_gae, rloo_advantages
-from marlhf.core.agreement import MIN_ERRORS
+from marlhf.core import Segments, macro_gae, rloo_advantages
+from marlhf.train.agreement import MIN_ERRORS, jackknife_error
 
 REACHES = (0.0, 0.5, 0.8, 0.95, 1.0)
 """Lambdas from one macro action to the next."""

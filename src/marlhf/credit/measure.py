@@ -22,7 +22,7 @@ from torch import Tensor
 
 from marlhf.config.candidates import CANDIDATES, TURN_CANDIDATES
 from marlhf.config.settings import to_raw
-from marlhf.core import Agreement, Learned, gradient_agreement
+from marlhf.core import Learned
 from marlhf.credit.state import CreditError, RunState, measured_parts, sample_batch, shown
 from marlhf.credit.ways import Batch, Way, advantages_by_way, group_of, ways_of
 from marlhf.environments import scored_row, turn_rewards
@@ -32,6 +32,7 @@ from marlhf.runs.layout import CREDIT_LINES, digest_of
 from marlhf.runtime.checkpoint import decode, encode
 from marlhf.runtime.progress import warn
 from marlhf.runtime.stage import Example
+from marlhf.train.agreement import Agreement, gradient_agreement
 from marlhf.train.credit_choice import ERRORS, Measurement, better, unbiased
 from marlhf.train.critic_quality import NOTHING, THIRDS, advice, explained_by_thirds
 from marlhf.train.experience import Credit, Experience

@@ -36,7 +36,6 @@ from marlhf.rollout.engine import (
     Rollout,
     Sampling,
     SamplingRequest,
-    T,
     ask_all,
     converse_in_rounds,
     draws,

@@ -24,11 +24,12 @@ from torch import Tensor
 
 from marlhf.config.candidates import Candidate
 from marlhf.config.settings import to_raw
-from marlhf.core import Agreement, NGram, Segments, gradient_agreement, segment
+from marlhf.core import NGram, Segments, segment
 from marlhf.models.logprobs import BLOCK, BLOCKS, TokenScores
 from marlhf.runtime.checkpoint import decode, encode
 from marlhf.runtime.distributed import World
 from marlhf.runtime.progress import say
+from marlhf.train.agreement import Agreement, gradient_agreement
 from marlhf.train.critic_quality import LONG_REACH, THIRDS, WATCHED, knows_nothing
 from marlhf.train.experience import Credit, Experience, MicroBatch
 from marlhf.train.ppo_config import PPOConfig

@@ -11,11 +11,10 @@ from marlhf.core import (
     Responses,
     boundary_gae,
     gae,
-    gradient_agreement,
-    jackknife_error,
     macro_gae,
     segment,
 )
+from marlhf.train.agreement import gradient_agreement, jackknife_error
 
 LENGTH = 4
 
