@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from marlhf.core.masked import check_choice, check_rows, check_tokens, keep, shift
+from marlhf.core.masked import check_choice, check_rows, check_tokens, keep, shift, wide
 from marlhf.core.segments import Segments, Sigma
 
 Pooling = Literal["sum", "mean"]
@@ -73,13 +73,11 @@ def macro_gae(
     tensor([[0.5000, 0.5000, 0.4000, 0.4000]])
     """
     check_tokens(segments.mask, rewards=rewards, values=values)
-    _check_discounts(gamma=gamma, lam=lam, lam_value=lam if lam_value is None else lam_value)
-    macro_values = segments.weighted(values, sigma)
-    # Both are 0 where there is no macro action, so nothing need be masked before `spread`.
-    deltas = _deltas(pool_rewards(rewards, segments, rho=rho, pooling=pooling), macro_values, gamma)
-    advantages = _gae(deltas, gamma, lam)
-    for_critic = advantages if lam_value is None else _gae(deltas, gamma, lam_value)
-    return segments.spread(advantages), segments.spread(for_critic + macro_values)
+    lams = [lam] if lam_value is None else [lam, lam_value]
+    _check_discounts(gamma=gamma, lam=lam, lam_value=lams[-1])
+    by_macro = pool_rewards(rewards, segments, rho=rho, pooling=pooling)
+    decays = [gamma * _of_row(each, by_macro) for each in lams]
+    return _td_lambda(by_macro, segments.weighted(values, sigma), segments, gamma, decays)
 
 
 def boundary_gae(
@@ -108,20 +106,13 @@ def boundary_gae(
     tensor([[0.5500, 0.3500, 0.5000, 0.3000]])
     """
     check_tokens(segments.mask, rewards=rewards, values=values)
-    _check_discounts(gamma=gamma, lam=lam, lam_value=lam if lam_value is None else lam_value)
-    ends = segments.ends
+    lams = [lam] if lam_value is None else [lam, lam_value]
+    _check_discounts(gamma=gamma, lam=lam, lam_value=lams[-1])
     tokens = Segments.from_starts(segments.mask, segments.mask)
-    deltas = _deltas(tokens.sum(rewards), tokens.sum(values), gamma)
-
-    def advantages(at_end: float | Tensor) -> Tensor:
-        lam_of_row = at_end[:, None] if isinstance(at_end, Tensor) else at_end
-        inside = torch.full_like(deltas, gamma)
-        decay = torch.where(ends, inside * lam_of_row, inside)
-        return tokens.spread(_decayed_to_go(deltas, tokens.sum(decay)))
-
-    result = advantages(lam)
-    for_critic = result if lam_value is None else advantages(lam_value)
-    return result, for_critic + keep(values, segments.mask)
+    by_token, ends = tokens.sum(rewards), segments.ends
+    inside = torch.full_like(by_token, gamma)
+    decays = [torch.where(ends, inside * _of_row(each, inside), inside) for each in lams]
+    return _td_lambda(by_token, tokens.sum(values), tokens, gamma, [*map(tokens.sum, decays)])
 
 
 def adaptive_lam(segments: Segments, alpha: float = 0.05) -> Tensor:
@@ -181,8 +172,8 @@ def rloo_advantages(
     >>> rloo_advantages(torch.tensor([1.0, 2.0, 6.0]), num_samples=3)
     tensor([-3.0000, -1.5000,  4.5000])
     """
-    to_go, total = _group_returns(rewards, num_samples, segments, gamma)
-    return _of_tokens(_above_others(to_go, total), segments)
+    returns = _group_returns(rewards, num_samples, segments, gamma)
+    return _of_tokens(_above_others(*returns), segments)
 
 
 def group_advantages(
@@ -202,8 +193,8 @@ def group_advantages(
     >>> group_advantages(torch.tensor([1.0, 3.0]), num_samples=2, scale=False)
     tensor([-1.,  1.])
     """
-    to_go, total = _group_returns(rewards, num_samples, segments, gamma)
-    return _of_tokens(_above_mean(to_go, total, eps if scale else None), segments)
+    returns = _group_returns(rewards, num_samples, segments, gamma)
+    return _of_tokens(_above_mean(*returns, eps if scale else None), segments)
 
 
 def tree_advantages(
@@ -252,16 +243,13 @@ def tree_advantages(
     check_choice("baseline", baseline, get_args(TreeBaseline))
     _check_discounts(gamma=gamma)
     if baseline == "global_local" and gamma != 1.0:
-        raise ValueError(
-            f"baseline 'global_local' adds up whole returns: gamma must be 1, not {gamma}."
-        )
+        raise ValueError(f"'global_local' adds up whole returns: gamma must be 1, not {gamma}.")
     if not tree or min(tree) < 2 or len(rewards) % math.prod(tree):
         raise ValueError(
             "Each level of a tree needs at least 2 children, and the number of leaves must divide "
             f"the number of rows; got {list(tree)} for {len(rewards)} rows."
         )
     by_macro = segments.sum(rewards)
-    exists = segments.macro_mask
     macro_levels = segments.first(levels.to(rewards.dtype))  # [B, M]
     earned = by_macro.cumsum(dim=1) - by_macro  # before each macro action
     root = _mean_of_each(by_macro.sum(dim=1), math.prod(tree))[:, None]  # of each prompt
@@ -269,13 +257,11 @@ def tree_advantages(
     values = by_macro.new_zeros(len(by_macro))  # [B], of the node one level below
     for level in reversed(range(len(tree))):
         num_leaves = math.prod(tree[level + 1 :])  # below a node of this level
-        here = exists & (macro_levels == level)
+        here = segments.macro_mask & (macro_levels == level)
         last, first = here & ~shift(here, -1), here & ~shift(here)
-        rewards_here = torch.where(here, by_macro, 0.0)
-        if num_leaves > 1:
-            following = gamma * _mean_of_each(values, num_leaves)[:, None]
-            rewards_here = rewards_here + torch.where(last, following, 0.0)
-        to_go = _discounted_to_go(rewards_here, gamma)
+        following = gamma * _mean_of_each(values, num_leaves)[:, None]  # 0 below the last level
+        rewards_here = torch.where(here, by_macro, 0.0) + torch.where(last, following, 0.0)
+        to_go = _to_go(rewards_here, gamma)
         values = torch.where(first, to_go, 0.0).sum(dim=1)
         siblings = values.view(-1, tree[level], num_leaves)
         if baseline == "leave_one_out":
@@ -283,8 +269,8 @@ def tree_advantages(
         elif baseline == "group":
             centred = _above_mean(to_go, siblings, eps if scale else None)
         else:
-            centred = _above_mean(to_go, siblings) + earned + to_go - root
-            centred = centred * math.sqrt(num_leaves)
+            above = _above_mean(to_go, siblings) + earned + to_go - root
+            centred = above * math.sqrt(num_leaves)
         advantages = torch.where(here, centred, advantages)
     return segments.spread(advantages)
 
@@ -318,11 +304,10 @@ def state_advantages(
     check_tokens(segments.mask, rewards=rewards)
     check_choice("baseline", baseline, ("leave_one_out", "group"))
     _check_discounts(gamma=gamma)
-    to_go, exists = _discounted_to_go(segments.sum(rewards), gamma), segments.macro_mask
+    to_go, exists = _to_go(segments.sum(rewards), gamma), segments.macro_mask
     # The state of each macro action, [B * M]; what does not exist counts nowhere.
-    state = torch.zeros_like(segments.ids).scatter_add(
-        1, segments.ids, torch.where(segments.starts, states, 0)
-    )
+    at_start = torch.where(segments.starts, states, 0)
+    state = torch.zeros_like(segments.ids).scatter_add(1, segments.ids, at_start)
     state, there, x = state.flatten(), exists.flatten().to(to_go.dtype), to_go.flatten()
 
     def over_state(y: Tensor) -> Tensor:
@@ -335,8 +320,8 @@ def state_advantages(
     elif scale:
         variance = over_state(centred.square()) / (count - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + eps)
-    alone = (count < 2) | (there == 0)
-    return segments.spread(torch.where(alone, 0.0, centred).view_as(to_go))
+    centred = torch.where((count < 2) | (there == 0), 0.0, centred)
+    return segments.spread(centred.view_as(to_go))
 
 
 def _group_returns(
@@ -348,15 +333,14 @@ def _group_returns(
     """
     if segments is None:
         check_rows(rewards=rewards)
-        to_go = keep(rewards, torch.ones_like(rewards, dtype=torch.bool))[:, None]
+        to_go = wide(rewards)[:, None]
     else:
         check_tokens(segments.mask, rewards=rewards)
-        to_go = _discounted_to_go(segments.sum(rewards), gamma)
+        to_go = _to_go(segments.sum(rewards), gamma)
     total = to_go[:, 0] if to_go.shape[1] else to_go.sum(dim=1)
     if num_samples < 2 or len(rewards) % num_samples:
         raise ValueError(
-            f"num_samples must be at least 2 and divide the number of rows; "
-            f"got {num_samples} for {len(rewards)} rows."
+            f"num_samples must be at least 2 and divide the {len(rewards)} rows; got {num_samples}."
         )
     return to_go, total.reshape(-1, num_samples)
 
@@ -387,46 +371,41 @@ def _mean_of_each(x: Tensor, count: int) -> Tensor:
     return x.view(-1, count).mean(dim=1, keepdim=True).expand(-1, count).reshape(-1)
 
 
-def _gae(deltas: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
-    """Advantages along the last axis; `deltas` are 0 past the end."""
-    if isinstance(lam, Tensor):
-        return _decayed_to_go(deltas, gamma * lam[:, None].to(deltas.dtype).expand_as(deltas))
-    return _discounted_to_go(deltas, gamma * lam)
+def _of_row(lam: float | Tensor, like: Tensor) -> float | Tensor:
+    """A lambda for each row, [B], in the shape and dtype of `like`, [B, M]."""
+    return lam[:, None].to(like.dtype).expand_as(like) if isinstance(lam, Tensor) else lam
 
 
-def _deltas(rewards: Tensor, values: Tensor, gamma: float) -> Tensor:
-    """TD errors along the last axis."""
-    return torch.add(rewards - values, pad(values, (0, 1))[:, 1:], alpha=gamma)
+def _td_lambda(
+    rewards: Tensor, values: Tensor, segments: Segments, gamma: float, decays: list[Tensor | float]
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of macro actions: [B, M] -> [B, T].
+
+    Advantages are sums of TD errors with the first of `decays`, returns take the last. Rewards and
+    values are 0 where there is no macro action, so nothing need be masked before `spread`.
+    """
+    deltas = torch.add(rewards - values, pad(values, (0, 1))[:, 1:], alpha=gamma)
+    sums = [_to_go(deltas, decay) for decay in decays]
+    return segments.spread(sums[0]), segments.spread(sums[-1] + values)
 
 
-def _decayed_to_go(x: Tensor, decay: Tensor) -> Tensor:
-    """y_t = x_t + decay_t * y_{t+1} along the last axis, by doubling as in `_discounted_to_go`.
+def _to_go(x: Tensor, decay: float | Tensor) -> Tensor:
+    """y_t = x_t + decay_t * y_{t+1} along the last axis, with one decay for all or [B, M].
 
-    After k rounds y_t holds 2^k terms, and the decay is the product over as many tokens.
+    By doubling: after k rounds y_t holds 2^k terms, and the decay is the product over as many
+    steps. log2(M) rounds over whole tensors instead of M steps, with rounding errors that grow
+    with log M. Zeros on the right stand for what follows the end.
     """
     step = 1
-    while step < x.shape[1]:
-        x = x + decay * pad(x[:, step:], (0, step))
-        decay = decay * pad(decay[:, step:], (0, step))
+    while step < x.shape[1] and (isinstance(decay, Tensor) or decay != 0.0):
+        following = pad(x[:, step:], (0, step))
+        if isinstance(decay, Tensor):
+            x = x + decay * following
+            decay = decay * pad(decay[:, step:], (0, step))
+        else:
+            x = torch.add(x, following, alpha=decay)
+            decay = decay * decay
         step *= 2
-    return x
-
-
-def _discounted_to_go(x: Tensor, decay: float) -> Tensor:
-    """y_t = x_t + decay * y_{t+1} along the last axis.
-
-    By doubling: after k rounds y_t holds 2^k terms. log2(T) rounds over whole tensors instead of
-    T steps, with rounding errors that grow with log T. Zeros on the right stand for what follows
-    the end; each round uses up as many as it looks ahead.
-    """
-    rounds: list[tuple[int, float]] = []
-    step, factor = 1, decay
-    while step < x.shape[1] and factor != 0.0:
-        rounds.append((step, factor))
-        step, factor = 2 * step, factor * factor
-    x = pad(x, (0, sum(step for step, _ in rounds)))
-    for step, factor in rounds:
-        x = torch.add(x[:, :-step], x[:, step:], alpha=factor)
     return x
 
 

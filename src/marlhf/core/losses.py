@@ -92,12 +92,8 @@ def importance_weights(
     return keep(log_weight.clamp(max=math.log(cap)).exp().clamp(max=cap), mask)
 
 
-def pool_ratio(
-    log_ratio: Tensor,  # [B, T]
-    ratio: Ratio,
-    segments: Segments | None,
-) -> Tensor:
-    """The log-ratio that counts for each token: its own, or that of its macro action."""
+def pool_ratio(log_ratio: Tensor, ratio: Ratio, segments: Segments | None) -> Tensor:
+    """The log-ratio that counts for each token, [B, T]: its own, or that of its macro action."""
     check_choice("ratio", ratio, get_args(Ratio))
     if ratio == "token":
         return log_ratio

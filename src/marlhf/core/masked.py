@@ -79,37 +79,52 @@ def shift(x: Tensor, by: int = 1) -> Tensor:
     return pad(x[:, :-by], (by, 0)) if by > 0 else pad(x[:, -by:], (0, -by))
 
 
+def since(starts: Tensor, mask: Tensor) -> Tensor:
+    """Tokens that the mask counts since the latest start: [B, T] int64."""
+    place = mask.cumsum(dim=1) - 1
+    return place - torch.where(starts, place, 0).cummax(dim=1).values if mask.shape[1] else place
+
+
 def last_token(mask: Tensor) -> Tensor:
     """True on the last token of each row that counts, whatever holes the mask has: [B, T] bool."""
     return mask & (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))
 
 
 def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
-    """Shapes and dtypes only: these live on the host, so nothing waits for the device."""
+    """A mask [B, T] and numbers for its tokens."""
     if mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool, got {mask.dtype}. Use `mask.bool()`.")
     if mask.ndim != 2:
         raise ValueError(f"mask must be [B, T], got shape {list(mask.shape)}.")
+    check_shape(mask, **tensors)
+    _check_floating(**tensors)
+
+
+def check_shape(mask: Tensor, **tensors: Tensor) -> None:
+    """Shapes and dtypes live on the host: no check of them waits for the device."""
     for name, x in tensors.items():
         if x.shape != mask.shape:
             raise ValueError(
                 f"{name} must have the shape of the mask, {list(mask.shape)}, "
                 f"got {list(x.shape)}. Cut both to the response tokens."
             )
-        if not x.is_floating_point():
-            raise ValueError(f"{name} must be floating point, got {x.dtype}. Use `{name}.float()`.")
 
 
 def check_rows(**tensors: Tensor) -> None:
-    """The same for one number a row: floating point [B], all of one length."""
+    """One number for each row: floating point [B], all of one length."""
     rows = None
     for name, x in tensors.items():
         if x.ndim != 1 or (rows is not None and len(x) != rows):
             wanted = "[B]" if rows is None else f"[{rows}]"
             raise ValueError(f"{name} must have shape {wanted}, got {list(x.shape)}.")
+        rows = len(x)
+    _check_floating(**tensors)
+
+
+def _check_floating(**tensors: Tensor) -> None:
+    for name, x in tensors.items():
         if not x.is_floating_point():
             raise ValueError(f"{name} must be floating point, got {x.dtype}. Use `{name}.float()`.")
-        rows = len(x)
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -118,8 +133,7 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def complain(wrong: Tensor, what: str, remedy: str = "") -> None:
-    """Name the rows, [B] bool, that are wrong. Waits for the device: for `validate` only."""
-    rows = [int(row) for row in wrong.nonzero().flatten()]
-    if rows:
+    """Name the rows in which anything is wrong. Waits for the device: for `validate` only."""
+    if rows := sorted({int(row) for row in wrong.nonzero()[:, 0]}):
         named = f"{rows[:10]}{' and more' if len(rows) > 10 else ''}"
         raise ValueError(f"{what} rows {named}. {remedy}".strip())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from marlhf.core.masked import check_tokens, complain
+from marlhf.core.masked import check_shape, check_tokens, complain
 
 Spans = Sequence[Sequence[tuple[int, int]]]
 
@@ -63,20 +63,16 @@ class Responses:
         known = ("ref_logprobs", "logprobs", "entropy", "values")
         given = {name: x for name in known if (x := getattr(self, name)) is not None}
         check_tokens(self.mask, **given)
-        if self.tokens.shape != self.mask.shape:
+        check_shape(self.mask, tokens=self.tokens)
+        if (spans := self.spans) is None:
+            return
+        if not isinstance(spans, Tensor):
+            spans = pack_spans(spans).to(self.mask.device)
+            object.__setattr__(self, "spans", spans)
+        rows = len(self.mask)
+        if spans.ndim != 3 or spans.shape[::2] != (rows, 2):
             raise ValueError(
-                f"tokens must have the shape of the mask, {list(self.mask.shape)}, "
-                f"got {list(self.tokens.shape)}."
-            )
-        if self.spans is not None and not isinstance(self.spans, Tensor):
-            packed = pack_spans(self.spans).to(self.mask.device)
-            object.__setattr__(self, "spans", packed)
-        if isinstance(self.spans, Tensor) and (
-            self.spans.ndim != 3 or self.spans.shape[::2] != (self.mask.shape[0], 2)
-        ):
-            raise ValueError(
-                f"spans must be [B, S, 2] with B = {self.mask.shape[0]}, "
-                f"got {list(self.spans.shape)}. Use `pack_spans`."
+                f"spans must be [B, S, 2] with B = {rows}, got {[*spans.shape]}. Use `pack_spans`."
             )
 
     def validate(self) -> Responses:
@@ -84,13 +80,10 @@ class Responses:
         if isinstance(self.spans, Tensor) and self.spans.numel():
             begin, end = self.spans.unbind(dim=2)  # [B, S]
             outside = (begin < 0) | (end < begin) | (end > self.mask.shape[1])
-            complain(outside.any(dim=1), "Spans must be (from, to) within the tokens, but not in")
+            complain(outside, "Spans must be (from, to) within the tokens, but not in")
             left, right = begin[:, :, None], end[:, :, None]
             crossing = (left < begin[:, None]) & (begin[:, None] < right) & (right < end[:, None])
-            complain(
-                crossing.flatten(1).any(dim=1),
-                "Spans must nest, one wholly inside the other, but some cross in",
-            )
+            complain(crossing, "Spans must nest, one wholly inside the other, but some cross in")
         return self
 
 

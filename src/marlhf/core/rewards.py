@@ -53,17 +53,14 @@ def shape_rewards(
     tensor([[-0.0500,  1.9500,  0.0000]])
     """
     check_tokens(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
-    if scores.ndim == 2:
-        check_tokens(mask, scores=scores)
-    else:
+    if scores.ndim != 2:
         check_rows(scores=scores)
-    if len(scores) != len(mask):
-        raise ValueError(f"scores must have one number per row: {len(mask)}, got {len(scores)}.")
+        scores = at_last_token(scores, mask)
+    check_tokens(mask, scores=scores)
     if score_clip is not None:
         scores = scores.clamp(-score_clip, score_clip)
     penalty = kl_estimate(keep(logprobs, mask), keep(ref_logprobs, mask), kl)
-    earned = keep(scores, mask) if scores.ndim == 2 else at_last_token(scores, mask)
-    return earned.to(penalty.dtype) - kl_coef * penalty
+    return keep(scores, mask).to(penalty.dtype) - kl_coef * penalty
 
 
 def at_last_token(
@@ -75,6 +72,8 @@ def at_last_token(
     >>> at_last_token(torch.tensor([2.0]), torch.tensor([[True, True, False]]))
     tensor([[0., 2., 0.]])
     """
+    if len(scores) != len(mask):
+        raise ValueError(f"scores must have one number per row: {len(mask)}, got {len(scores)}.")
     return torch.where(last_token(mask), scores[:, None], 0.0)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from marlhf.core.masked import check_choice, shift
+from marlhf.core.masked import shift, since
 from marlhf.core.responses import Responses, Vocabulary
 from marlhf.core.segments import Segments
 
@@ -72,6 +72,17 @@ def segment(segmenter: Segmenter, responses: Responses, *, split_last: bool = Fa
     return segments
 
 
+BOUNDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "n": (lambda n: n >= 1 and (n == math.inf or n % 1 == 0), "a whole number from 1, or infinity"),
+    "lengths": (lambda lengths: min(lengths, default=0) >= 1, "whole numbers from 1"),
+    "kind": (("macro", "prefix", "token").__contains__, "one of macro, prefix, token"),
+    "probability": (lambda p: 0.0 < p <= 1.0, "above 0 and at most 1"),
+    "quantile": (lambda share: 0.0 <= share < 1.0, "at least 0 and below 1"),
+    **dict.fromkeys(("repeats", "cutoff", "every", "max_length"), (lambda n: n >= 1, "at least 1")),
+}
+"""What a setting must be, in whichever rule it is, and how that is said."""
+
+
 class _Rule:
     """What rules share: what they declare, how they read responses, and how actions are bounded."""
 
@@ -80,9 +91,9 @@ class _Rule:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("repeats", "cutoff", "every", "max_length"):  # what is counted, in any rule
-            if (count := getattr(self, name, None)) is not None and count < 1:
-                raise ValueError(f"{name} must be at least 1; got {count}.")
+        for name, (holds, words) in BOUNDS.items():
+            if (value := getattr(self, name, None)) is not None and not holds(value):
+                raise ValueError(f"{name} must be {words}; got {value!r}.")
 
     def read(self, responses: Responses, what: Need) -> Tensor:
         """What the rule needs of the responses, if it is there."""
@@ -99,11 +110,7 @@ class _Rule:
     def finish(self, starts: Tensor, mask: Tensor) -> Tensor:
         """Start at the first token, and again whenever `max_length` tokens have passed."""
         starts = starts | (_place(mask) == 0)
-        if self.max_length is None or not starts.shape[1]:
-            return starts
-        place = mask.cumsum(dim=1) - 1
-        latest = torch.where(starts, place, 0).cummax(dim=1).values
-        return (place - latest) % self.max_length == 0
+        return starts if self.max_length is None else since(starts, mask) % self.max_length == 0
 
 
 @dataclass(frozen=True)
@@ -121,10 +128,6 @@ class NGram(_Rule):
 
     n: int | float = 5
     """Tokens in a macro action: a whole number from 1, or infinity (`.inf` in YAML)."""
-
-    def __post_init__(self) -> None:
-        if not (self.n == math.inf or (self.n >= 1 and self.n == int(self.n))):
-            raise ValueError(f"n must be a whole number from 1, or infinity; got {self.n}.")
 
     def __call__(self, responses: Responses) -> Tensor:
         place = _place(responses.mask)
@@ -153,25 +156,18 @@ class RandomNGram(_Rule):
     repeats: int = 3
     """How often each length is in the list."""
 
-    def __post_init__(self) -> None:
-        if not self.lengths or min(self.lengths) < 1:
-            raise ValueError(f"lengths must be whole numbers from 1; got {self.lengths}.")
-        super().__post_init__()
-
     def __call__(self, responses: Responses) -> Tensor:
-        mask, kinds = responses.mask, len(self.lengths)
-        order = self._keys(responses).argsort(dim=1) % kinds  # [B, kinds * repeats]
+        mask, size = responses.mask, len(self.lengths) * self.repeats
+        if responses.seeds is None:
+            keys = torch.rand(len(mask), size, device=mask.device)
+        else:
+            column = torch.arange(1, size + 1, device=mask.device)
+            keys = mix(mix(responses.seeds.to(mask.device))[:, None] ^ mix(column))
+        order = keys.argsort(dim=1) % len(self.lengths)  # [B, kinds * repeats]
         drawn = sum(length * (order == kind) for kind, length in enumerate(self.lengths))
         ends = torch.as_tensor(drawn).cumsum(dim=1)
         before = mask.cumsum(dim=1) - 1  # [B, T], tokens before each
         return (before[:, :, None] == ends[:, None]).any(dim=2) | (_place(mask) == 0)
-
-    def _keys(self, responses: Responses) -> Tensor:
-        mask, size = responses.mask, len(self.lengths) * self.repeats
-        if responses.seeds is None:
-            return torch.rand(len(mask), size, device=mask.device)
-        column = torch.arange(1, size + 1, device=mask.device)
-        return mix(mix(responses.seeds.to(mask.device))[:, None] ^ mix(column))
 
 
 @dataclass(frozen=True)
@@ -195,10 +191,6 @@ class Perplexity(_Rule):
     surprising than the one before it."""
     max_length: int | None = None
     """The most tokens in a macro action. Repetitive text makes long ones; 20 is a fair cap."""
-
-    def __post_init__(self) -> None:
-        check_choice("kind", self.kind, ("macro", "prefix", "token"))
-        super().__post_init__()
 
     def __call__(self, responses: Responses) -> Tensor:
         logprobs = self.read(responses, "ref_logprobs").double()
@@ -255,7 +247,17 @@ class Constituents(_Rule):
 
 
 @dataclass(frozen=True)
-class Words(_Rule):
+class _TextRule(_Rule):
+    """Rules that look at the text of tokens."""
+
+    needs = ("vocabulary",)
+
+    max_length: int | None = None
+    """The most tokens in a macro action. Text without spaces, or without line breaks, needs one."""
+
+
+@dataclass(frozen=True)
+class Words(_TextRule):
     """One macro action a word: undo the splitting of words into sub-words.
 
     >>> from marlhf.models.tiny import tiny_tokenizer
@@ -268,23 +270,17 @@ class Words(_Rule):
     tensor(3)
     """
 
-    needs = ("vocabulary",)
-
-    max_length: int | None = None
-    """The most tokens in a macro action. Languages without spaces need one."""
-
     def __call__(self, responses: Responses) -> Tensor:
         vocabulary, tokens = self.vocabulary(responses)
         begins, space = vocabulary.begins_word[tokens], vocabulary.is_space[tokens]
         # White space belongs to the word it stands before, but for a line break that some
         # tokenizers join to the full stop before it.
         closed = vocabulary.has_newline[tokens] & ~space
-        starts = (begins & ~shift(space)) | shift(closed)
-        return self.finish(starts, responses.mask)
+        return self.finish((begins & ~shift(space)) | shift(closed), responses.mask)
 
 
 @dataclass(frozen=True)
-class Sentences(_Rule):
+class Sentences(_TextRule):
     """One macro action a sentence or line. The number of a list item is not one.
 
     >>> from marlhf.models.tiny import tiny_tokenizer
@@ -296,11 +292,6 @@ class Sentences(_Rule):
     >>> Sentences()(responses).sum()
     tensor(2)
     """
-
-    needs = ("vocabulary",)
-
-    max_length: int | None = None
-    """The most tokens in a macro action."""
 
     def __call__(self, responses: Responses) -> Tensor:
         vocabulary, tokens = self.vocabulary(responses)
@@ -318,12 +309,11 @@ class Sentences(_Rule):
         # A full stop ends a sentence only before white space (not in 3.5), a full-width one and a
         # line break always; blank lines stay with the line they close.
         after_stop = (shift(ends) & vocabulary.begins_word[tokens]) | (shift(wide) & ~closing)
-        starts = (after_stop | shift(newline)) & ~newline
-        return self.finish(starts, responses.mask)
+        return self.finish((after_stop | shift(newline)) & ~newline, responses.mask)
 
 
 @dataclass(frozen=True)
-class Lines(_Rule):
+class Lines(_TextRule):
     """One macro action per line: a step of a derivation, a statement, an item of a list.
 
     The line break ends its line, and blank lines stay with the line that they close.
@@ -338,11 +328,7 @@ class Lines(_Rule):
     tensor(2)
     """
 
-    needs = ("vocabulary",)
     looks_at = "prefix"  # blank lines aside
-
-    max_length: int | None = None
-    """The most tokens in a macro action. Text without line breaks needs one."""
 
     def __call__(self, responses: Responses) -> Tensor:
         vocabulary, tokens = self.vocabulary(responses)
@@ -389,16 +375,10 @@ class Surprise(_Rule):
     max_length: int | None = None
     """The most tokens in a macro action. A policy that is sure of all makes long ones."""
 
-    def __post_init__(self) -> None:
-        if not 0.0 < self.probability <= 1.0:
-            raise ValueError(f"probability must be above 0 and at most 1; got {self.probability}.")
-        super().__post_init__()
-
     def __call__(self, responses: Responses) -> Tensor:
-        logprobs = self.read(responses, "logprobs")
-        starts = (logprobs <= math.log(self.probability)) & responses.mask
-        starts = starts & (starts.cumsum(dim=1) % self.every == 0)
-        return self.finish(starts, responses.mask)
+        unlikely = self.read(responses, "logprobs") <= math.log(self.probability)
+        starts = unlikely & responses.mask
+        return self.finish(starts & (starts.cumsum(dim=1) % self.every == 0), responses.mask)
 
 
 @dataclass(frozen=True)
@@ -411,11 +391,6 @@ class _Peaks(_Rule):
     """Start at numbers of more than this, instead of by quantile."""
     max_length: int | None = None
     """The most tokens in a macro action. Where nothing stands out, they are long."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.quantile < 1.0:
-            raise ValueError(f"quantile must be at least 0 and below 1; got {self.quantile}.")
-        super().__post_init__()
 
     @property
     def looks_at(self) -> LooksAt:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -487,6 +462,7 @@ class Learned(_Peaks):
     """
 
     needs = ("entropy", "logprobs", "ref_logprobs", "values", "vocabulary")
+    looks_at = "response"  # pyright: ignore  # features are standardised within it
 
     entropy: float = 0.0
     """Weight of the policy's entropy at the token."""
@@ -506,17 +482,6 @@ class Learned(_Peaks):
     """Of standing after a full stop."""
     vocabulary_size: int | None = None
     """Tokens of the tokenizer that weights were learned with; another one is refused."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in FEATURES:
-            if not math.isfinite(weight := getattr(self, name)):
-                raise ValueError(f"{name} must be a finite number; got {weight}.")
-
-    @property
-    def looks_at(self) -> LooksAt:
-        """Features are standardised within the response."""
-        return "response"
 
     def __call__(self, responses: Responses) -> Tensor:
         table, tokens = self.vocabulary(responses)
@@ -540,14 +505,13 @@ class Learned(_Peaks):
         )
         # A first token starts in any case, and no value before it is known.
         among = responses.mask & shift(responses.mask)
-        score = torch.zeros_like(values, dtype=torch.float64)
-        for weight, feature in features:
-            score = score + weight * _standardised(feature, among)
-        return self.finish(self.peaks(score, among), responses.mask)
+        score = sum(weight * _standardised(feature, among) for weight, feature in features)
+        return self.finish(self.peaks(torch.as_tensor(score), among), responses.mask)
 
 
 FEATURES = tuple(field.name for field in fields(Learned) if field.default == 0.0)
 """What `Learned` has weights for."""
+BOUNDS.update(dict.fromkeys(FEATURES, (math.isfinite, "a finite number")))
 
 
 def thin_out(segments: Segments, scores: Tensor, count: int) -> Segments:
@@ -597,9 +561,7 @@ def _outermost_starts(begin: Tensor, end: Tensor, chosen: Tensor, width: int) ->
 
 def _place(mask: Tensor) -> Tensor:
     """0 at the first response token, 1 at the second, ..., and again after each hole: [B, T]."""
-    place = mask.cumsum(dim=1) - 1
-    begins = mask & ~shift(mask)
-    return place - (place * begins).cummax(dim=1).values if mask.shape[1] else place
+    return since(mask & ~shift(mask), mask)
 
 
 def _greedy_starts(nll: Tensor, mask: Tensor, max_length: int | None) -> Tensor:
@@ -615,19 +577,17 @@ def _greedy_starts(nll: Tensor, mask: Tensor, max_length: int | None) -> Tensor:
     reach = min(max_length or width, width)
     if not width:
         return mask
-    column = torch.arange(width, device=mask.device)
-    sums = pad(nll.cumsum(dim=1), (1, reach))  # [B, T + 1 + reach], before each token
-    level = pad(torch.where(mask, nll, math.inf), (0, reach), value=math.inf)  # padding ends all
+    sums = pad(nll.cumsum(dim=1), (1, reach - 1))  # [B, T + reach], before each token
+    level = pad(torch.where(mask, nll, math.inf), (0, reach - 1), value=math.inf)  # ends all
     ahead = torch.arange(reach, device=mask.device)  # k
+    # Views: [B, T, k], but for the first [B, T, 1].
+    views = sums[:, :width, None], sums[:, :-1].unfold(1, reach, 1), level.unfold(1, reach, 1)
     block = max(1, 2**22 // max(1, rows * reach))
     jumps: list[Tensor] = []
-    for begin in range(0, width, block):
-        end = min(begin + block, width)
-        before = sums[:, begin : end + reach - 1].unfold(1, reach, 1) - sums[:, begin:end, None]
-        token = level[:, begin : end + reach - 1].unfold(1, reach, 1)
-        rises = (token * ahead > _tie(before)) & (ahead > 0)
+    for so_far, later, token in zip(*(torch.split(view, block, dim=1) for view in views)):
+        rises = (token * ahead > _tie(later - so_far)) & (ahead > 0)
         jumps.append(torch.where(rises.any(dim=2), rises.int().argmax(dim=2), reach))
-    jump = (column + torch.cat(jumps, dim=1)).clamp(max=width)
+    jump = (torch.arange(width, device=mask.device) + torch.cat(jumps, dim=1)).clamp(max=width)
     jump = pad(torch.where(mask, jump, width), (0, 1), value=width)  # holes lead nowhere
     reached = pad((_place(mask) == 0) & mask, (0, 1)).int()
     for _ in range(width.bit_length()):

@@ -13,7 +13,16 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from marlhf.core.masked import check_choice, check_tokens, complain, keep, last_token, shift
+from marlhf.core.masked import (
+    check_choice,
+    check_shape,
+    check_tokens,
+    complain,
+    keep,
+    last_token,
+    shift,
+    since,
+)
 
 Sigma = Literal["equal", "unit", "position", "start"]
 
@@ -36,11 +45,9 @@ class Segments:
 
     def __post_init__(self) -> None:
         check_tokens(self.mask)
-        if self.ids.shape != self.mask.shape or self.ids.dtype != torch.int64:
-            raise ValueError(
-                f"ids must be int64 with the shape of the mask, {list(self.mask.shape)}; "
-                f"got {self.ids.dtype} {list(self.ids.shape)}."
-            )
+        check_shape(self.mask, ids=self.ids)
+        if self.ids.dtype != torch.int64:
+            raise ValueError(f"ids must be int64, got {self.ids.dtype}.")
 
     @classmethod
     def from_starts(cls, starts: Tensor, mask: Tensor, *, split_last: bool = False) -> Segments:
@@ -60,11 +67,7 @@ class Segments:
             raise ValueError(
                 f"A segmenter must return a bool tensor [B, T], got {kind}. Return {better}."
             )
-        if starts.shape != mask.shape:
-            raise ValueError(
-                f"A segmenter must return the shape of the mask, {list(mask.shape)}, "
-                f"got {list(starts.shape)}."
-            )
+        check_shape(mask, starts=starts)
         late = (mask & (mask.cumsum(dim=1) == 1) & ~starts).any(dim=1)
         starts = (starts & mask) | (mask & ~shift(mask))
         if split_last:
@@ -79,9 +82,8 @@ class Segments:
                 "A macro action must begin at the first token, but it does not in",
                 "Set `starts[:, 0] = True` at the end of your segmenter.",
             )
-        wrong = self.mask & (self.ids != self.starts.cumsum(dim=1) - 1)
         complain(
-            wrong.any(dim=1),
+            self.mask & (self.ids != self.starts.cumsum(dim=1) - 1),
             "Macro ids must count 0, 1, 2, ... from left to right, with a new one after each hole "
             "in the mask, but not in",
         )
@@ -110,9 +112,7 @@ class Segments:
     @property
     def offsets(self) -> Tensor:
         """How far each token stands behind the start of its macro action: [B, T] int64."""
-        lengths = self.lengths
-        begins = lengths.cumsum(dim=1) - lengths
-        return torch.where(self.mask, self.mask.cumsum(dim=1) - 1 - begins.gather(1, self.ids), 0)
+        return torch.where(self.mask, since(self.starts, self.mask), 0)
 
     def sum(self, x: Tensor) -> Tensor:
         """[B, T] -> [B, M]."""
@@ -143,16 +143,13 @@ class Segments:
         if sigma != "position":
             return {"equal": self.mean, "unit": self.last, "start": self.first}[sigma](x)
         x = keep(x, self.mask)
-        after = self.lengths.cumsum(dim=1).gather(1, self.ids)  # tokens up to the action's end
-        to_end = after - self.mask.cumsum(dim=1) + 1  # |w| - i
+        to_end = self.lengths.gather(1, self.ids) - self.offsets  # |w| - i
         weights = to_end.clamp(min=1).to(x.dtype).reciprocal()
         total = self.sum(weights)  # 0 where there is no macro action
         return self.sum(weights * x) / torch.where(total > 0, total, 1.0)
 
     def spread(self, x: Tensor) -> Tensor:
         """Each token takes its macro action's number: [B, M] -> [B, T]."""
-        if x.ndim != 2 or x.shape[0] != self.ids.shape[0]:
-            raise ValueError(
-                f"spread takes [B, M] with B = {self.ids.shape[0]}, got {list(x.shape)}."
-            )
+        if x.ndim != 2 or len(x) != len(self.ids):
+            raise ValueError(f"spread takes [B, M] with B = {len(self.ids)}, got {list(x.shape)}.")
         return torch.where(self.mask, x.gather(1, self.ids), 0)
