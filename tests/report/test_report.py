@@ -7,8 +7,10 @@ from urllib.parse import unquote
 
 import pytest
 
-from marlhf.report.page import SCRIPT, csv_link, duration, num, percent
+from marlhf.report.numbers import duration, num, percent
+from marlhf.report.page import SCRIPT
 from marlhf.report.sections.samples import Macro, macro_actions
+from marlhf.report.tables import csv_link
 from marlhf.report.write import write_report
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}

@@ -17,7 +17,8 @@ from typing import Any
 from markupsafe import Markup
 
 from marlhf.intervals import mean, thin
-from marlhf.report.page import num, part, percent
+from marlhf.report.numbers import num, percent
+from marlhf.report.page import part
 
 WIDTH, HEIGHT = 340, 224
 LARGE = (460, 290)

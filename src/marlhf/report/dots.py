@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from markupsafe import Markup
 
 from marlhf.intervals import Interval
 from marlhf.report import charts
 from marlhf.report.charts import BOTTOM, HEIGHT, LEFT, TOP, WIDTH, Scale, frame, shorten, span, svg
-from marlhf.report.page import Cell, figure, num, part, percent
+from marlhf.report.numbers import num, percent
+from marlhf.report.page import part
+from marlhf.report.tables import Cell, figure
 
 ROW = 38
+Bars = list[tuple[str, list[tuple[str, float, str]]]]
+"""Horizontal bars by name, each made of (part, value, colour)."""
 PALE = {"var(--t2)", "var(--t3)", "var(--t4)"}
 """Greys light enough for dark numbers."""
 
@@ -60,17 +65,9 @@ class Trail:
 
 
 def dots_figure(
-    title: str,
-    dots: Sequence[Dot],
-    *,
-    x_label: str,
-    names: str = "run",
-    note: str = "",
-    zero: bool = False,
-    is_share: bool = False,
-    width: int = WIDTH,
+    title: str, dots: Sequence[Dot], *, x_label: str, names: str = "run", note: str = "", **how: Any
 ) -> Markup:
-    """Rows of dots with their data: `names` says what has a row."""
+    """Rows of dots with their data: `names` says what has a row, `how` is for `dot_rows`."""
     rows: list[list[Cell]] = [
         [dot.label, *("never" if math.isinf(value) else value for value in dot.value[:3])]
         for dot in dots
@@ -79,7 +76,7 @@ def dots_figure(
     if any(dot.seeds for dot in dots):
         header.append("seeds")
         rows = [[*row, len(dot.seeds)] for row, dot in zip(rows, dots)]
-    chart = dot_rows(dots, x_label=x_label, zero=zero, is_share=is_share, width=width)
+    chart = dot_rows(dots, x_label=x_label, **how)
     return figure(title, chart, note=note, header=header, rows=rows)
 
 
@@ -157,13 +154,8 @@ def sweep_chart(
     return svg(f"{y_label} by {x_label}", drawn)
 
 
-def stacked_bars(
-    rows: Sequence[tuple[str, Sequence[tuple[str, float, str]]]],
-    *,
-    x_label: str,
-    inside: bool = False,
-) -> Markup:
-    """One horizontal bar per row, made of (part, value, colour), with its name above it.
+def stacked_bars(rows: Bars, *, x_label: str, inside: bool = False) -> Markup:
+    """One bar per row, with its name above it.
 
     With `inside`, each part shows its number where it fits; else the sum is shown at the end.
     """

@@ -29,7 +29,8 @@ from marlhf.report.groups import (
     scored_by_functions,
     unlike,
 )
-from marlhf.report.page import num, part, percent, signed
+from marlhf.report.numbers import num, percent, signed
+from marlhf.report.page import part
 from marlhf.report.sections.judged import read_summaries
 from marlhf.runs.read import Run, number
 
@@ -248,18 +249,15 @@ def shows(policies: list[Group]) -> list[str]:
     """What the recorded numbers say, one sentence each."""
     sentences: list[str] = [*critics(policies)]
     for group in policies:
-        moved, over, alike = (
-            measures.change(group),
-            measures.over_what(group),
-            group.curve("rl/zero_std_groups"),
-        )
+        moved, over = measures.change(group), measures.over_what(group)
+        alike = [point.mean for point in group.curve("rl/zero_std_groups")]
         score, effect = measures.final_score(group).mean, measures.length_effect(group)
         sentences += [
             part("score_change", group.label, moved, over, measures.wins_since_start(group)),
             part("length_gain", group.label, moved.mean, effect, score),
             _gold_change(group),
             _hacking(group),
-            part("little_to_learn", group.label, mean([point.mean for point in alike])),
+            part("little_to_learn", group.label, mean(alike)),
         ]
     in_answer = compared_with_baseline(policies)
     for group in policies[1:]:
@@ -288,12 +286,9 @@ def shows_not(policies: list[Group], runs: list[Run]) -> list[str]:
     if policies:
         configs = [run.config for group in policies for run in group.runs]
         functions = list(dict.fromkeys(f for c in configs for f in c.get("reward_funcs") or ()))
-        environments = list(
-            dict.fromkeys(c["environment"] for c in configs if c.get("environment"))
-        )
-        sentences.append(
-            part("scorer", functions, environments, is_learnt=not scored_by_functions(policies))
-        )
+        environments = list(dict.fromkeys(filter(None, (c.get("environment") for c in configs))))
+        is_learnt = not scored_by_functions(policies)
+        sentences.append(part("scorer", functions, environments, is_learnt))
         if all(not math.isfinite(measures.final_score(group, "gold").mean) for group in policies):
             sentences.append(part("no_gold"))
         sentences.append(_seeds(policies))
@@ -356,9 +351,9 @@ def reward_health(others: list[Group]) -> list[Markup]:
 
 def _compare(base: Group, group: Group, *, with_score: bool) -> list[str]:
     names = group.label, base.label
-    sentences: list[str] = (
-        [part("ahead", *names, measures.difference(base, group))] if with_score else []
-    )
+    sentences: list[str] = []
+    if with_score:
+        sentences.append(part("ahead", *names, measures.difference(base, group)))
     kl, base_kl = group.final("eval/kl"), base.final("eval/kl")
     if math.isfinite(kl) and math.isfinite(base_kl):
         level = min(kl, base_kl)

@@ -14,6 +14,13 @@ from marlhf.report.groups import CurvePoint, Group, evaluation_of, same_prompts,
 from marlhf.runs.read import Run, number
 
 MAX_EVALUATIONS = 100
+TITLES = {
+    "score": "Score",
+    "gold": "Gold score",
+    "kl": "KL (nats per response)",
+    "length": "Length (tokens)",
+}
+"""Of figures of what evaluations measure."""
 PER_PROMPT = {"score": "scores", "gold": "gold", "kl": "kl", "length": "length"}
 """Numbers that are recorded for each prompt, and their names there."""
 

@@ -12,8 +12,10 @@ from marlhf.intervals import Interval
 from marlhf.report.charts import Series, legend_of, line_chart
 from marlhf.report.dots import Dot, dot_rows
 from marlhf.report.groups import Group, labelled
-from marlhf.report.page import Cell, Column, bold, code, figure, grid, num, part, section, table
+from marlhf.report.numbers import num
+from marlhf.report.page import bold, code, grid, part, section
 from marlhf.report.sections.curves import curve_figure
+from marlhf.report.tables import Cell, Column, figure, table
 from marlhf.runs.layout import CREDIT, HEADROOM, read_object
 from marlhf.runs.read import Row, Run, number
 

@@ -10,22 +10,11 @@ from markupsafe import Markup
 
 from marlhf.intervals import mean, quantiles, thin
 from marlhf.report.charts import Series, legend_of, line_chart
-from marlhf.report.dots import stacked_bars
+from marlhf.report.dots import Bars, stacked_bars
 from marlhf.report.groups import CurvePoint, Group
-from marlhf.report.page import (
-    Below,
-    Cell,
-    Chip,
-    Column,
-    duration,
-    figure,
-    grid,
-    heading,
-    part,
-    percent,
-    section,
-    table,
-)
+from marlhf.report.numbers import duration, percent
+from marlhf.report.page import grid, heading, part, section, words
+from marlhf.report.tables import Below, Cell, Chip, Column, figure, table
 from marlhf.runs.layout import facts_of
 from marlhf.runs.read import number
 
@@ -35,31 +24,8 @@ POINTS_PER_CHART = 1500
 
 SHARES = {"clip_fraction", "ended", "repetition", "win_rate", "accuracy"}
 SHARES |= {"first_error", "error_free", "success", "cut_episodes", "failed_episodes"}
-LEARNING = (
-    ("Score", ("eval/score", "rl/score")),
-    ("KL (nats per response)", ("eval/kl", "rl/kl")),
-    ("Length (tokens)", ("eval/length", "rl/length")),
-    ("Gold score", ("eval/gold",)),
-    ("Disagreement of the ensemble", ("eval/disagreement", "rl/disagreement")),
-    ("Repetition", ("eval/repetition",)),
-    ("Win rate against SFT", ("eval/win_rate",)),
-)
-TRAINING = (
-    ("L2 norm of advantages", ("rl/advantage_norm",)),
-    ("L2 norm of Q-values", ("rl/q_norm",)),
-    ("Reward after the KL penalty", ("rl/reward",)),
-    ("Policy loss", ("rl/policy_loss",)),
-    ("Value loss", ("rl/value_loss",)),
-    ("Entropy", ("rl/entropy",)),
-    ("Share of clipped ratios", ("rl/clip_fraction",)),
-    ("Tokens per macro action", ("rl/macro_length",)),
-    ("Explained variance of the critic", ("rl/explained_variance",)),
-    ("The same, first third of responses", ("rl/explained_variance_1",)),
-    ("The same, second third", ("rl/explained_variance_2",)),
-    ("The same, last third", ("rl/explained_variance_3",)),
-    ("EOS rate", ("eval/ended", "rl/ended")),
-    ("Share of prompts whose responses score alike", ("rl/zero_std_groups",)),
-)
+LEARNING = list(words("learning_curves").items())
+TRAINING = list(words("training_curves").items())
 STAGE_MEASURES = ("loss", "accuracy", "margin", "first_error", "error_free", "learning_rate")
 """Of each stage that is not reinforcement learning, where it records them."""
 
@@ -136,11 +102,8 @@ def learning(policies: list[Group]) -> Markup:
 
 def training(policies: list[Group]) -> Markup:
     """Losses, norms and ratios of the training batches."""
-    return section(
-        "training",
-        grid([curve_figure(title, policies, keys) for title, keys in TRAINING]),
-        folded=True,
-    )
+    figures = [curve_figure(title, policies, keys) for title, keys in TRAINING]
+    return section("training", grid(figures), folded=True)
 
 
 def stages(groups: list[Group], *, with_table: bool) -> Markup:
@@ -151,12 +114,11 @@ def stages(groups: list[Group], *, with_table: bool) -> Markup:
         names = {"reward": "Reward-model", "prm": "Process-model"}
         name = names.get(stage, stage.upper())
         for measure in STAGE_MEASURES:
-            words = measure.replace("_", " ")
-            figures.append(curve_figure(f"{name} {words}", alike, (f"{stage}/{measure}",)))
-            figures.append(curve_figure(f"{name} held-out {words}", alike, (f"eval/{measure}",)))
-    return section(
-        "stages", stage_table(groups) if with_table else "", grid(figures), folded=with_table
-    )
+            what = measure.replace("_", " ")
+            figures.append(curve_figure(f"{name} {what}", alike, (f"{stage}/{measure}",)))
+            figures.append(curve_figure(f"{name} held-out {what}", alike, (f"eval/{measure}",)))
+    numbers = stage_table(groups) if with_table else ""
+    return section("stages", numbers, grid(figures), folded=with_table)
 
 
 def stage_table(groups: list[Group]) -> Markup:
@@ -180,30 +142,25 @@ def stage_table(groups: list[Group]) -> Markup:
 
 
 def name_cell(group: Group, kind: str = "") -> Below:
-    words = sorted({run.status for run in group.runs} - {"unknown"})
+    status = sorted({run.status for run in group.runs} - {"unknown"})
     seeds, runs = group.num_seeds, len(group.runs)
     many = f"{seeds} seeds" if seeds > 1 else f"{runs} runs" if runs > 1 else ""
-    below = [line for line in (kind, ", ".join(filter(None, [many, *words]))) if line]
+    below = [line for line in (kind, ", ".join(filter(None, [many, *status]))) if line]
     return Below(Chip(group.label, group.colour), below)
 
 
-PHASES = (
-    ("rollout", "var(--t0)"),
-    ("score", "var(--t1)"),
-    ("credit", "var(--t2)"),
-    ("update", "var(--t3)"),
-)
-"""Greys, as colours are for runs."""
+PHASES = ("rollout", "score", "credit", "update")
+"""In greys, as colours are for runs."""
 SCATTER = 2.0
 """Steps scatter where the slowest twentieth takes this many times the median."""
 
 
 def timing(policies: list[Group]) -> Markup:
     """The phases of the median step, and responses per second."""
-    bars: list[tuple[str, list[tuple[str, float, str]]]] = []
+    bars: Bars = []
     for group in policies:
-        parts = [(phase, _median(group, f"time/{phase}"), colour) for phase, colour in PHASES]
-        parts = [each for each in parts if each[1] >= 0]
+        medians = [(phase, _median(group, f"time/{phase}")) for phase in PHASES]
+        parts = [(*each, f"var(--t{i})") for i, each in enumerate(medians) if each[1] >= 0]
         whole = _median(group, "time/step")
         rest = whole - sum(value for _, value, _ in parts)
         if parts and rest > 0.005 * whole:
@@ -229,7 +186,7 @@ def _median(group: Group, key: str) -> float:
 
 
 def _speed_figure(policies: list[Group]) -> Markup:
-    bars: list[tuple[str, list[tuple[str, float, str]]]] = []
+    bars: Bars = []
     rows: list[list[Cell]] = []
     scattered: list[Markup] = []
     name = "responses per second"

@@ -15,19 +15,9 @@ from marlhf.intervals import NO_INTERVAL, Interval, mean, thin, win_rate
 from marlhf.report.charts import Series, distribution, histogram, legend_of, line_chart, scatter
 from marlhf.report.dots import Dot, Trail, dots_figure, heat_map, sweep_chart
 from marlhf.report.groups import START_COLOUR, Group, labelled, measured_alike, same_prompts
-from marlhf.report.page import (
-    NUM_COLOURS,
-    Below,
-    Cell,
-    Chip,
-    Column,
-    figure,
-    grid,
-    heading,
-    percent,
-    section,
-    table,
-)
+from marlhf.report.numbers import percent
+from marlhf.report.page import NUM_COLOURS, grid, heading, section
+from marlhf.report.tables import Below, Cell, Chip, Column, figure, table
 
 SHARES = ("repetition", "distinct_1", "distinct_2", "ended", "success")
 MAX_DISTRIBUTIONS = 12
@@ -35,6 +25,8 @@ MAX_TEMPERATURES = 24
 MAX_ROWS = 1000
 MAX_SHIFTS = 12
 MAX_RIDGES = 12
+ByRun = dict[tuple[str, str], dict[float, Interval]]
+"""Numbers of runs, (label, colour), by temperature."""
 BEST = 8
 """The paper compares training with best-of-8 of the SFT model."""
 
@@ -42,7 +34,7 @@ BEST = 8
 def problems(groups: Sequence[Group]) -> Markup:
     """One row per run and difficulty: pass@k with its interval, and how the samples ended."""
     measured = [
-        (label, group.colour, rates.samples, row)
+        (Chip(label, group.colour), rates.samples, row)
         for label, group, run in labelled(groups)
         if (rates := results.read_summary(run.path))
         for row in rates.rows
@@ -54,35 +46,24 @@ def problems(groups: Sequence[Group]) -> Markup:
     columns += [Column("Problems", "problems"), Column("Samples", "samples")]
     columns += [Column(f"pass@{k}", f"pass@{k}", lambda share: f"{100 * share:.2f}") for k in ks]
     rows: list[list[object]] = []
-    for label, colour, samples, row in measured:
+    dots: dict[str, list[Dot]] = {f"pass@{k}": [] for k in ks[:3]}
+    for run, samples, row in measured:
         ends = ", ".join(f"{share:.0%} {end}" for end, share in row.results.items())
         rates = [row.pass_at.get(k, NO_INTERVAL) for k in ks]
-        names = [Chip(label, colour), row.difficulty]
-        rows.append([*names, row.problems, samples, *rates, ends.replace("_", " ")])
-    figures: list[Markup] = []
-    for k in ks[:3]:
-        dots = [
-            Dot(
-                label if row.difficulty == results.ALL else f"{label}: {row.difficulty}",
-                rate,
-                colour,
-            )
-            for label, colour, _, row in measured
-            if (rate := row.pass_at.get(k))
-        ]
-        name, rows_are = f"pass@{k}", "run and difficulty"
-        figures.append(dots_figure(name, dots, x_label=name, names=rows_are, is_share=True))
-    return section(
-        "pass-at-k",
-        grid(figures),
-        table([*columns, Column("Ended")], rows, file="pass at k", words=2),
-    )
+        rows.append([run, row.difficulty, row.problems, samples, *rates, ends.replace("_", " ")])
+        name = run.label if row.difficulty == results.ALL else f"{run.label}: {row.difficulty}"
+        for k in filter(row.pass_at.get, ks[:3]):
+            dots[f"pass@{k}"].append(Dot(name, row.pass_at[k], run.colour))
+    look = {"names": "run and difficulty", "is_share": True}
+    figures = [dots_figure(name, each, x_label=name, **look) for name, each in dots.items()]
+    numbers = table([*columns, Column("Ended")], rows, file="pass at k", words=2)
+    return section("pass-at-k", grid(figures), numbers)
 
 
 def held_out(groups: Sequence[Group]) -> Markup:
     """One row per run and sampling, and the distribution of each judge's scores."""
     evaluations = [
-        (label, group.colour, file, results.summarise(file.lines))
+        (Chip(label, group.colour), file, results.summarise(file.lines))
         for label, group, run in labelled(groups)
         for file in results.read_scored(run.path)
     ]
@@ -94,38 +75,29 @@ def held_out(groups: Sequence[Group]) -> Markup:
     measures = results.measures_of(summary for *_, summary in evaluations)
     columns += [Column(t, key, percent if key in SHARES else None) for t, key in measures]
     rows: list[list[object]] = []
-    for label, colour, file, summary in evaluations:
+    spread: dict[tuple[str, str], list[tuple[str, list[float], str]]] = {}
+    for run, file, summary in evaluations:
         scores = [summary.scores.get(judge, NO_INTERVAL) for judge in judges]
         sampling = Below(file.label, [] if file.label == file.name else [file.name])
         means = [summary.measures[key].mean for _, key in measures]
-        name = Chip(label, colour)
-        rows.append([name, sampling, file.name, summary.prompts, *scores, *means])
-    figures: list[Markup] = []
-    for sampling in dict.fromkeys(file.label for _, _, file, _ in evaluations):
+        rows.append([run, sampling, file.name, summary.prompts, *scores, *means])
         for judge in judges:
-            series = [
-                (
-                    label,
-                    [x for x in results.scores_of(file.lines, judge) if math.isfinite(x)],
-                    colour,
-                )
-                for label, colour, file, _ in evaluations
-                if file.label == sampling
-            ]
-            if series := [each for each in series if each[1]]:
-                title = f"Score by {judge}, {sampling}"
-                figures.append(distribution_figure(title, series, x_label=f"score by {judge}"))
-    return section(
-        "held_out",
-        table(columns, rows, file="evaluations", words=2),
-        grid(figures[:MAX_DISTRIBUTIONS]),
-    )
+            series = spread.setdefault((file.label, judge), [])
+            if values := list(filter(math.isfinite, results.scores_of(file.lines, judge))):
+                series.append((run.label, values, run.colour))
+    figures = [
+        distribution_figure(f"Score by {judge}, {sampling}", series, x_label=f"score by {judge}")
+        for (sampling, judge), series in spread.items()
+        if series
+    ]
+    numbers = table(columns, rows, file="evaluations", words=2)
+    return section("held_out", numbers, grid(figures[:MAX_DISTRIBUTIONS]))
 
 
 def temperatures(groups: Sequence[Group]) -> Markup:
     """One line per run: score by each judge, with KL, length and repetition."""
-    by_title: dict[str, dict[tuple[str, str], dict[float, Interval]]] = {}
-    sampled: dict[str, dict[tuple[str, str], dict[float, Interval]]] = {}
+    by_title: dict[str, ByRun] = {}
+    sampled: dict[str, ByRun] = {}
     for label, group, run in labelled(groups):
         name = label, group.colour
         for file in results.read_scored(run.path):
@@ -133,9 +105,7 @@ def temperatures(groups: Sequence[Group]) -> Markup:
                 continue
             summary, rest = results.summarise(file.lines), file.settings.label_without_temperature
             values = {f"Score by {judge}, {rest}": v for judge, v in summary.scores.items()}
-            values |= {
-                f"{title}, {rest}": summary.measures[key] for title, key in results.MEASURES[:3]
-            }
+            values |= {f"{t}, {rest}": summary.measures[key] for t, key in results.MEASURES[:3]}
             for title, value in values.items():
                 line = by_title.setdefault(title, {}).setdefault(name, {})
                 line[file.settings.temperature] = value
@@ -148,9 +118,7 @@ def temperatures(groups: Sequence[Group]) -> Markup:
     return section("temperatures", grid([each for each in figures if each][:MAX_TEMPERATURES]))
 
 
-def _temperature_figure(
-    title: str, runs: Mapping[tuple[str, str], Mapping[float, Interval]]
-) -> Markup:
+def _temperature_figure(title: str, runs: ByRun) -> Markup:
     temperatures = sorted({t for values in runs.values() for t in values})
     trails: list[Trail] = []
     for (label, colour), values in runs.items():
@@ -191,15 +159,11 @@ def best_of_n(groups: Sequence[Group]) -> Markup:
 
 def _heat_figure(title: str, samples: results.Grid) -> Markup:
     cells = {(t, n): samples.cell(t, n) for t in samples.lines for n in samples.ns}
+    means = [[cells[t, n].mean for n in samples.ns] for t in samples.lines]
+    names = {"x_label": "n", "y_label": "temperature"}
     return figure(
         title,
-        heat_map(
-            [f"{t:g}" for t in samples.lines],
-            [str(n) for n in samples.ns],
-            [[cells[t, n].mean for n in samples.ns] for t in samples.lines],
-            x_label="n",
-            y_label="temperature",
-        ),
+        heat_map([f"{t:g}" for t in samples.lines], list(map(str, samples.ns)), means, **names),
         file=f"best of n {title}",
         header=["temperature", "n", "score", "low", "high", "length", "kl bound"],
         rows=[
@@ -238,18 +202,11 @@ def _frontier_figures(
 
 def prompts(policies: list[Group], others: list[Group]) -> Markup:
     """Where the change of the mean comes from: all prompts a little, or some a lot."""
-    figures = [
-        _distribution_figure(policies, title, field)
-        for title, field in (
-            ("Score", "scores"),
-            ("Gold score", "gold"),
-            ("Length (tokens)", "length"),
-        )
-    ]
+    shown = {"Score": "scores", "Gold score": "gold", "Length (tokens)": "length"}
+    figures = grid([_distribution_figure(policies, *each) for each in shown.items()])
     shifts = grid(_shifts(policies, others))
-    return section(
-        "distributions", grid(figures), heading("Shift of each prompt") + shifts if shifts else ""
-    )
+    below = heading("Shift of each prompt") + shifts if shifts else ""
+    return section("distributions", figures, below)
 
 
 def _distribution_figure(policies: list[Group], title: str, field: str) -> Markup:
@@ -301,14 +258,11 @@ def _best_figure(group: Group) -> Markup:
     for run in group.runs:
         for samples in results.read_grids(run.path).values():
             temperature = min(samples.lines, key=lambda each: abs(each - 1))
+            scores = [(str(line["key"]), line["scores"]) for line in samples.lines[temperature]]
             rows = [
-                (
-                    str(line["key"]),
-                    mean(line["scores"]),
-                    results.expected_best(line["scores"], BEST),
-                )
-                for line in samples.lines[temperature]
-                if len(line["scores"]) >= BEST
+                (key, mean(each), results.expected_best(each, BEST))
+                for key, each in scores
+                if len(each) >= BEST
             ]
             if rows:
                 title = f"{group.label} \u2192 its best of {BEST}"

@@ -14,22 +14,9 @@ from marlhf.report.charts import LARGE, Series, legend_of, line_chart
 from marlhf.report.dots import Dot, dots_figure
 from marlhf.report.groups import Group, measured_alike
 from marlhf.report.measures import CurveComparison, at_kl, common_kl
-from marlhf.report.page import (
-    Below,
-    Cell,
-    Chip,
-    Column,
-    csv_link,
-    duration,
-    figure,
-    grid,
-    heading,
-    num,
-    part,
-    section,
-    signed,
-    table,
-)
+from marlhf.report.numbers import duration, num, signed
+from marlhf.report.page import grid, heading, part, section
+from marlhf.report.tables import Below, Cell, Chip, Column, csv_link, figure, table
 from marlhf.runs.read import Row, Run, number
 
 MAX_POINTS = 400

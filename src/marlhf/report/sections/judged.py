@@ -13,9 +13,11 @@ from markupsafe import Markup
 from marlhf.intervals import NO_INTERVAL, Interval
 from marlhf.judge.pairs import JudgeError, read_lines
 from marlhf.judge.verdicts import REVERSED, compare, read_votes, share_with_bounds
-from marlhf.report.dots import Dot, dots_figure, stacked_bars
+from marlhf.report.dots import Bars, Dot, dots_figure, stacked_bars
 from marlhf.report.groups import Group, groups_by_name
-from marlhf.report.page import Column, figure, grid, heading, part, percent, section, signed, table
+from marlhf.report.numbers import percent, signed
+from marlhf.report.page import grid, heading, part, section
+from marlhf.report.tables import Column, figure, table
 from marlhf.runs.layout import JUDGED, read_object
 from marlhf.runs.read import Run, number
 
@@ -115,7 +117,7 @@ def _interval(numbers: dict[str, Any], middle: str, size: int) -> Interval:
 
 
 def _bars(summaries: Sequence[dict[str, Any]], colours: dict[str, str]) -> Markup:
-    bars: list[tuple[str, list[tuple[str, float, str]]]] = []
+    bars: Bars = []
     for s in summaries:
         a, b = _side_colours(s, colours)
         shades = zip(PARTS, (a, "var(--t4)", b))

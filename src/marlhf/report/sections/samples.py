@@ -12,8 +12,10 @@ from markupsafe import Markup
 
 from marlhf.intervals import mean, quantiles, thin
 from marlhf.report.groups import START_COLOUR, Group
-from marlhf.report.page import Column, grid, heading, part, percent, section, signed, table
+from marlhf.report.numbers import percent, signed
+from marlhf.report.page import grid, heading, part, section
 from marlhf.report.sections.curves import curve_figure, name_cell
+from marlhf.report.tables import Column, table
 from marlhf.runs.evaluations import opening_length, read_episode
 from marlhf.runs.read import Row, number
 
@@ -326,13 +328,8 @@ def _credit(row: Row, turn: dict[str, Any], scale: float) -> dict[str, Any]:
     """The shade of a turn, its advantage, its reward and its size."""
     advantage = _advantage(row, turn)
     shade = shade_of(advantage, scale) if math.isfinite(advantage) else "z"
-    size = turn["stop"] - turn["start"]
-    return {
-        "shade": shade,
-        "advantage": advantage,
-        "reward": number(turn.get("reward")),
-        "size": size,
-    }
+    size, reward = turn["stop"] - turn["start"], number(turn.get("reward"))
+    return {"shade": shade, "advantage": advantage, "reward": reward, "size": size}
 
 
 def _advantage(row: Row, turn: dict[str, Any]) -> float:

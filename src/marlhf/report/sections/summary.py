@@ -11,31 +11,15 @@ from marlhf.intervals import Interval
 from marlhf.report.dots import Dot, dots_figure
 from marlhf.report.findings import answer, reward_health, shows, shows_not, verdict
 from marlhf.report.groups import START_COLOUR, Group, describe_methods, differences
-from marlhf.report.measures import final_score, start_score
-from marlhf.report.page import (
-    Below,
-    Chip,
-    Column,
-    code,
-    csv_link,
-    duration,
-    grid,
-    num,
-    part,
-    percent,
-    section,
-    table,
-)
+from marlhf.report.measures import TITLES, final_score, start_score
+from marlhf.report.numbers import duration, num, percent
+from marlhf.report.page import code, grid, part, section
 from marlhf.report.sections.curves import name_cell, stage_table
+from marlhf.report.tables import Below, Chip, Column, csv_link, table
 from marlhf.runs.read import Run
 
 MAX_ITEMS = 9
-HEADLINE = (
-    ("Score", "score"),
-    ("Gold score", "gold"),
-    ("KL (nats per response)", "kl"),
-    ("Length", "length"),
-)
+HEADLINE = TITLES | {"length": "Length"}
 MEASURES = (
     Column("Gold", "eval/gold"),
     Column("KL", "eval/kl"),
@@ -47,27 +31,18 @@ MEASURES = (
 
 def summary(policies: list[Group], others: list[Group], runs: list[Run]) -> Markup:
     """The verdict, the table of numbers, and what they do and do not show."""
-    says = [("What this shows", shows(policies)), ("What it does not", shows_not(policies, runs))]
+    says = {"What this shows": shows(policies), "What it does not": shows_not(policies, runs)}
     # Warnings first; what is beyond a screen waits behind a click.
-    says = [
-        (title, sorted(items, key=lambda item: 'class="warn"' not in item))
-        for title, items in says
-        if items
-    ]
-    several = [len(group.runs) > 1 for group in policies]
-    over = "prompts" + (", and over seeds where there are several" if any(several) else "")
-    over = "seeds and prompts" if all(several) else over
+    for items in says.values():
+        items.sort(key=lambda item: 'class="warn"' not in item)
     headline = _headline(policies)
-    first_lines, sentence = answer(policies), verdict(policies, others)
-    health = reward_health(others)
-    has_verdict = first_lines or sentence or health
-    above = part("verdict", first_lines, sentence, health) if has_verdict else Markup()
+    above = part("verdict", answer(policies), verdict(policies, others), reward_health(others))
     return above + section(
         "summary",
         grid(headline, "four" if len(headline) > 3 else "three"),
         _policy_table(policies) if policies else stage_table(others),
-        part("says", lists=says, shown=MAX_ITEMS) if says else "",
-        over=over if policies else "",
+        part("says", lists=says, shown=MAX_ITEMS),
+        several=[len(group.runs) > 1 for group in policies],
     )
 
 
@@ -75,7 +50,8 @@ def _headline(policies: list[Group]) -> list[Markup]:
     """Score, gold, KL and length of every setting on one screen, the model before RL first."""
     figures: list[Markup] = []
     is_gold_known = any(group.finals("eval/gold") for group in policies)  # four in a row are small
-    for title, field in HEADLINE:
+    width = 290 if is_gold_known else 340
+    for field, title in HEADLINE.items():
         before = [start_score(group, field) for group in policies]
         known = [each for each in before if math.isfinite(each.mean)]
         starts = [Dot("before RL", known[0], START_COLOUR)] if known else []
@@ -85,7 +61,6 @@ def _headline(policies: list[Group]) -> list[Markup]:
             if math.isfinite((value := final_score(group, field)).mean)
         ]
         if ends:
-            width = 290 if is_gold_known else 340
             figures.append(dots_figure(title, starts + ends, x_label=title, width=width))
     return figures
 

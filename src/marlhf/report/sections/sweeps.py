@@ -26,27 +26,14 @@ from marlhf.report.groups import (
     unflatten,
     unlike,
 )
-from marlhf.report.measures import final_score, scored
-from marlhf.report.page import NUM_COLOURS, Cell, figure, grid, heading, section, warn
+from marlhf.report.measures import TITLES, final_score, scored
+from marlhf.report.page import NUM_COLOURS, grid, heading, section, warn, words
+from marlhf.report.tables import Cell, figure
 from marlhf.runs.read import num_parameters
 
 RULE = "segmenter"
 """The termination rule as a whole: its type and all its settings."""
-TITLES = {
-    RULE: "By termination rule",
-    "segmenter.n": "By n, the tokens of a macro action",
-    "sigma": "By sigma, how a macro action's values are weighted",
-    "sampling.temperature": "By temperature of sampling while training",
-    "lam": "By lambda of the advantages",
-    "kl_coef": "By weight of the KL penalty",
-}
-MEASURES = (
-    ("Score", "score", False),
-    ("Gold score", "gold", False),
-    ("KL (nats per response)", "kl", False),
-    ("Length (tokens)", "length", False),
-    ("Repetition", "repetition", True),
-)
+MEASURES = TITLES | {"repetition": "Repetition"}
 SIZE = "parameters"
 MAX_SWEEPS = 8
 MAX_CHARS = 24
@@ -67,7 +54,7 @@ class SettingSweep:
 
     @property
     def title(self) -> str:
-        return TITLES.get(self.key, f"By {self.key}")
+        return words("sweep_titles").get(self.key, f"By {self.key}")
 
     @property
     def places(self) -> list[str]:
@@ -190,10 +177,10 @@ def size_text(count: int) -> str:
 
 
 def _figures(sweep: SettingSweep) -> Markup:
-    return grid([measured_figure(sweep, *measure) for measure in MEASURES])
+    return grid([measured_figure(sweep, field, title) for field, title in MEASURES.items()])
 
 
-def measured_figure(sweep: SettingSweep, title: str, field: str, is_share: bool) -> Markup:
+def measured_figure(sweep: SettingSweep, field: str, title: str) -> Markup:
     """One measure along a sweep: dots on an axis for numbers, rows of dots for words."""
     trails: list[Trail] = []
     rows: list[list[Cell]] = []
@@ -214,6 +201,7 @@ def measured_figure(sweep: SettingSweep, title: str, field: str, is_share: bool)
     if not rows:
         return Markup()
     x_label = sweep.title.removeprefix("By ").partition(",")[0]
+    is_share = field == "repetition"
     if sweep.is_numeric:
         chart = sweep_chart(trails, sweep.places, x_label=x_label, y_label=title, is_share=is_share)
     else:
