@@ -47,6 +47,15 @@ def test_a_turn_that_was_cut_off_is_closed(make):
     assert chat.after(cut, answer) == [tokenizer.eos_token_id, *chat.after(ended, answer)]
 
 
+def test_templates_that_write_nothing_do_not_end_a_run():
+    bare = chatml_tokenizer("{% for message in messages %}{{ message.content }}{% endfor %}")
+    turn = bare.encode("Hm.<|im_end|>")
+    assert ChatTokens(bare).after(turn, [{"role": "user", "content": ""}]) == []
+    parts = CHATML.replace("message.content", "message.content.text")
+    with pytest.raises(ConversationError, match="leaves out what messages say"):
+        ChatTokens(chatml_tokenizer(parts.replace(".text }}", ".text | default('') }}")))
+
+
 def test_no_messages_are_no_tokens():
     chat = ChatTokens(tiny_tokenizer())
     assert chat.after([5, 6], []) == []

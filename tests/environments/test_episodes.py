@@ -42,6 +42,15 @@ class Counting:
         return Step(user(str(self.turns)), reward=self.turns, done=reply == "stop")
 
 
+def test_a_constructor_that_raises_is_named(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "raising_environment.py").write_text(
+        "class Raising:\n    bad = 1\n    def __init__(self):\n        raise OSError('no disk')\n"
+    )
+    with pytest.raises(ConversationError, match="cannot be built: OSError: no disk"):
+        find_environment("raising_environment:Raising")
+
+
 def said(*texts):
     return lambda row, turn, ids: texts[min(turn, len(texts) - 1)] + END
 

@@ -2,12 +2,13 @@
 
 import random
 import sys
+import time
 import types
 
 import pytest
 
 from conversations import play
-from marlhf.environments import ConversationError, find_environment
+from marlhf.environments import ConversationError, find_environment, games
 from marlhf.models.tiny import tiny_tokenizer
 
 TINY = tiny_tokenizer()
@@ -49,11 +50,41 @@ def needs_words():
 @pytest.fixture
 def fake(monkeypatch):
     games = {"Nine-v0-raw": FakeGame, "Two-v0-raw": ForTwo, "Words-v0-raw": needs_words}
+    games |= {"Stuck-v0-raw": Stuck, "Worded-v0-raw": Worded}
     module = types.ModuleType("textarena")
     registration = types.SimpleNamespace(ENV_REGISTRY=games)
     module.envs = types.SimpleNamespace(registration=registration)
     module.make = lambda name: games[name]()
     monkeypatch.setitem(sys.modules, "textarena", module)
+
+
+class Stuck(FakeGame):
+    """Hangs, as one of TextArena's games does with a single player."""
+
+    def step(self, action):
+        time.sleep(3)
+        return True, {}
+
+
+class Worded(FakeGame):
+    """Says after an invalid move why, where its reward should be, as TextArena's Countdown does."""
+
+    def close(self):
+        return {0: "Invalid action format."}, {}
+
+
+def test_a_game_that_hangs_holds_up_no_other(fake, monkeypatch):
+    monkeypatch.setattr(games, "HANGS", 0.2)
+    make = find_environment("textarena:Stuck-v0")
+    [record] = play(make, guesses("[1]"), TINY, timeout=0.1).records
+    assert record.reason == "timeout"
+    played = play(find_environment("textarena:Nine-v0"), guesses("[1]"), TINY, timeout=2.0)
+    assert played.records[0].reason == "done"
+
+
+def test_a_reward_that_is_no_number_is_none(fake):
+    [record] = play(find_environment("textarena:Worded-v0"), guesses("[0]"), TINY).records
+    assert (record.reason, record.turns[-1].reward, record.success) == ("done", 0.0, False)
 
 
 def guesses(*texts):

@@ -154,6 +154,8 @@ def test_none_means_that_it_does_not_apply(score):
         ([1.0, torch.zeros(2)], "it has 1 lines, but there are 2 rewards"),
         ([1.0, ["2.0"]], "'2.0' is not a finite number"),
         ([1.0, [math.nan]], "nan is not a finite number"),
+        ([1.0, [1e39]], "1e+39 is not a finite number"),
+        ([1.0, [10**400]], "is not a finite number"),
         ([1.0, [(12, 1.0)]], "the place 12 is outside its 11 characters"),
         ([1.0, [(-1, 1.0)]], "the place -1 is outside"),
         ([1.0, [(0.5, 1.0)]], "the place 0.5 is no character number"),

@@ -10,10 +10,11 @@ import pytest
 from transformers import LlamaForCausalLM
 
 import marlhf
-from conversations import chatml_tokenizer
+from conversations import chatml_tokenizer, play
 from marlhf import Sampling
 from marlhf.data.rows import DataError, Row
 from marlhf.environments import EpisodeRecord, environment_from
+from marlhf.environments.protocol import scored_row
 from marlhf.errors import SettingError, UnknownNameError
 from marlhf.models.tiny import tiny_config, tiny_tokenizer
 from marlhf.reward.functions import RewardError, RewardFunction
@@ -172,10 +173,137 @@ def test_settings_become_those_of_marlhf():
         precision="bfloat16",
         sampling=Sampling(max_new_tokens=256, temperature=0.9),
         episode_tokens=768,
+        max_turns=256,
         eval_every=25,
         save_every=0,
         keep_best=False,
     )
+
+
+def test_a_limit_of_tool_calls_leaves_a_turn_to_answer():
+    """TRL runs the tools so many times, and the model speaks after each of them."""
+    assert GRPOConfig(max_tool_calling_iterations=1).max_turns == 2
+    assert GRPOConfig(max_completion_length=300).max_turns == 300  # none: each turn has a token
+    assert GRPOConfig(max_turns=3).max_turns == 3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_k": None, "top_p": None, "num_generations": None, "max_completion_length": None},
+        {"do_train": True, "eval_on_start": True, "auto_find_batch_size": True},
+        {"sapo_temperature_pos": 1.0, "ref_model_sync_steps": 512, "entropy_coef_max": 1.0},
+        {"vllm_server_host": "0.0.0.0", "vllm_importance_sampling_correction": True},
+        {"use_bias_correction_kl": True, "multi_objective_aggregation": "sum_then_normalize"},
+        {"save_strategy": "epoch"},
+    ],
+)
+def test_settings_without_effect_are_accepted(settings):
+    assert GRPOConfig(**settings) == GRPOConfig()
+
+
+def test_what_only_matters_with_another_setting_is_refused_with_it():
+    for more in ({"beta": 0.1, "use_bias_correction_kl": True}, {"entropy_coef": 0.1}):
+        with pytest.raises(UnknownNameError):
+            GRPOConfig(**more)
+    with pytest.raises(UnknownNameError, match="vllm_importance_sampling_correction"):
+        GRPOConfig(use_vllm=True, vllm_importance_sampling_correction=True)
+
+
+def test_vllms_server_is_where_trl_looks_for_it():
+    server = {"use_vllm": True, "vllm_mode": "server"}
+    assert GRPOConfig(**server).vllm_url == "http://127.0.0.1:8000"
+    args = GRPOConfig(**server, vllm_server_host="10.0.0.2", vllm_server_port=80)
+    assert args.vllm_url == "http://10.0.0.2:80"
+    assert GRPOConfig(**server, vllm_server_base_url="http://host:1").vllm_url == "http://host:1"
+    assert GRPOConfig(use_vllm=True).vllm_url == ""
+    assert GRPOConfig(engine="vllm", vllm_gpu_memory_utilization=0.5).vllm_memory == 0.5
+
+
+class Walker:
+    """An environment of TRL's whose tool is called `step`."""
+
+    def reset(self, **columns):
+        self.place, self.columns = 0, columns
+
+    def step(self, by: int) -> int:
+        """Walk.
+
+        Args:
+            by: How far.
+        """
+        self.place += by
+        return self.place
+
+
+class Opening:
+    """Takes the column that it needs, and says the prompt."""
+
+    def reset(self, goal) -> str:
+        return f"Reach {goal}."
+
+    def walk(self) -> str:
+        """Walk."""
+        return "done"
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+def test_an_environment_may_have_a_tool_called_step():
+    made = environment_from(factory=Walker)()
+    assert made.reset(Row("Go."), 0) == [{"role": "user", "content": "Go."}]
+    assert [tool.__name__ for tool in made.tools] == ["step"]
+    assert made.tools[0](2) == 2
+
+
+def test_reward_functions_see_the_calls():
+    tokenizer = chatml_tokenizer()
+    call = '<tool_call>{"name": "step", "arguments": {"by": 3}}</tool_call>'
+    texts = [f"{call}<tool_call>no JSON</tool_call>", "Done."]
+
+    def replies(row, turn, ids):
+        return texts[turn] + tokenizer.eos_token
+
+    made = environment_from(factory=Walker)
+    [record] = play(made, replies, tokenizer, rows=[Row("Go.")]).records
+
+    def count_calls(completions):
+        return [[m.get("tool_calls") for m in messages] for messages in completions]
+
+    [calls] = count_calls([scored_row(Row("Go."), record).conversation.messages])
+    function = {"name": "step", "arguments": {"by": 3}}
+    assert calls == [[{"type": "function", "function": function}], None, None, None]
+    assert "calls" not in record.to_dict()
+
+
+def test_rows_need_no_prompt_where_the_environment_says_it(tmp_path):
+    rows = [{"goal": n, "environment": "ab"[n % 2]} for n in range(12)]
+    factory = {"a": Opening, "b": Opening}
+    args = GRPOConfig(str(tmp_path), max_completion_length=8, max_steps=1)
+    trainer = partial(GRPOTrainer, chat_model(tmp_path / "model"), args=args, train_dataset=rows)
+    with pytest.raises(DataError, match="no column `prompt`"):
+        trainer(reward_funcs=lambda **_: [])
+    trainer = trainer(environment_factory=factory)
+    rows = trainer.objects.train_rows
+    assert rows[0].prompt == [{"role": "user", "content": ""}]
+    first = trainer.objects.environment().reset(rows[0], 0)
+    assert first[0]["content"].startswith("Reach ")
+
+
+def test_something_must_score(tmp_path):
+    def search(query: str) -> str:
+        """Search.
+
+        Args:
+            query: Words.
+        """
+        return query
+
+    trainer = partial(GRPOTrainer, chat_model(tmp_path / "model"), args=GRPOConfig("x"))
+    for given in ({"tools": [search]}, {"environment_factory": _counter()}):
+        with pytest.raises(SettingError, match="whose environments have get_reward"):
+            trainer(train_dataset=[{"prompt": "Go."}] * 8, **given)
 
 
 def test_marlhfs_own_settings_work_beside_them():

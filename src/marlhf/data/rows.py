@@ -35,8 +35,8 @@ class DataError(MarlhfError, ValueError):
 class Conversation:
     """What followed a prompt where the model spoke several times."""
 
-    messages: list[Message]
-    """The model's turns, and what was said between them."""
+    messages: list[dict[str, Any]]
+    """The model's turns, with `tool_calls` where they made some, and what was said between them."""
     turn_ends: list[int]
     """Where each turn of the model ends, in tokens of the whole response."""
     environment: Any = None

@@ -61,6 +61,11 @@ class ChatTokens:
         self._markup = _any_of(t.content for t in added if t.special or t.content in template)
         self._added_pattern = _any_of(self._added)
         followed = self._apply([ASKED, _said(TURN), ASKED], add_generation_prompt=True)
+        if TURN not in followed:
+            raise ConversationError(
+                "The tokenizer's chat template leaves out what messages say: it may expect parts, "
+                "such as images, in place of text. Set another `tokenizer.chat_template`."
+            )
         closing = self._added_pattern.match(followed.partition(TURN)[2])
         self._closing = self._added[closing[0]] if closing else None
 
@@ -126,7 +131,7 @@ class ChatTokens:
         text, mark = self._between(messages, tools, called)
         with self._lock:
             ids = self._pieces(text, mark) if mark else self._tokenize_after(text)
-        written = bool(turn) and turn[-1] == ids[0] and turn[-1] in self._added.values()
+        written = bool(turn and ids) and turn[-1] == ids[0] and ids[0] in self._added.values()
         return ids[1:] if written else ids
 
     def _between(

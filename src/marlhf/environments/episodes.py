@@ -22,7 +22,15 @@ from marlhf.environments.protocol import (
     count_endings,
     from_user,
 )
-from marlhf.environments.tools import Toolbox, ToolEnvironment, call_optional, finish, read_calls
+from marlhf.environments.tools import (
+    Toolbox,
+    ToolCall,
+    ToolEnvironment,
+    call_optional,
+    finish,
+    read_calls,
+    written_calls,
+)
 from marlhf.models.base import Model
 from marlhf.reward.functions import NotReturned, call_within
 from marlhf.rollout.engine import Engine, Rollout, Sampling
@@ -56,6 +64,7 @@ class _Episode:
     tool_calls: int = 0
     tool_errors: int = 0
     success: bool | None = None
+    calls: list[list[dict[str, Any]]] = field(default_factory=list)
 
 
 class Beginning(NamedTuple):
@@ -64,6 +73,15 @@ class Beginning(NamedTuple):
     seed: int  # of its environment
     turns: list[list[int]]  # the model's
     tokens: list[int]  # all of it, with what the environment said
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What the environment, or its tools, made of a turn."""
+
+    step: Step
+    calls: list[ToolCall] = field(default_factory=list)
+    errors: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,7 +120,10 @@ class Conversations:
                     own = getattr(built[0], "timeout", self.timeout)
                     state = messages[-1]["content"]
                     return _Episode(built[0], messages, prompt, toolbox, limit, own, state)
-            reason = f"error: the prompt alone fills episode_tokens, which is {self.episode_tokens}"
+            reason = (
+                f"error: the prompt alone fills episode_tokens, which is {self.episode_tokens}. "
+                "Raise it."
+            )
         except NotReturned:
             reason = "timeout"
             _kill(built[0] if built else None)
@@ -237,12 +258,14 @@ class Episodes:
         text = self._chat.text(tokens)
         start, episode.length = episode.length, episode.length + len(tokens)
         episode.messages.append({"role": "assistant", "content": text})
-        step, following = Step(), None
+        answer, following = _Answer(Step()), None
         if not episode.reason:
-            step, following = self._answer(episode, text, tokens)
+            answer, following = self._answer(episode, text, tokens)
+        step = answer.step
         turn = Turn(start, episode.length, float(step.reward), episode.state)
         episode.turns.append(turn)
         episode.messages += step.messages
+        episode.calls.append(written_calls(answer.calls))
         if episode.reason:
             return None
         if step.done:
@@ -288,29 +311,29 @@ class Episodes:
 
     def _answer(
         self, episode: _Episode, text: str, tokens: list[int]
-    ) -> tuple[Step, list[int] | None]:
-        """The environment's step, and the ids that follow; no ids where there is no room."""
+    ) -> tuple[_Answer, list[int] | None]:
+        """What the environment made of a turn, and the ids that follow, none without room."""
         try:
-            step, called, errors = call_within(
-                episode.timeout, lambda: self._step(episode, text, tokens)
-            )
+            answer = call_within(episode.timeout, lambda: self._step(episode, text, tokens))
         except NotReturned:
             self._give_up(episode)
-            return Step(), None
+            return _Answer(Step()), None
         except (Exception, SystemExit) as error:  # whatever the user's environment raises
             episode.reason = _shown(error)
-            return Step(), None
-        episode.tool_calls += len(called)
-        episode.tool_errors += errors
+            return _Answer(Step()), None
+        episode.tool_calls += len(answer.calls)
+        episode.tool_errors += answer.errors
+        step = answer.step
         size = sum(len(message["content"]) for message in step.messages)
         if step.done or size > episode.limit * self._chat.longest_token:
-            return step, None
+            return answer, None
+        schemas = episode.toolbox.schemas
         try:
-            schemas = episode.toolbox.schemas
-            return step, self._chat.after(tokens, step.messages, schemas, called)
+            called = [call.name for call in answer.calls]
+            return answer, self._chat.after(tokens, step.messages, schemas, called)
         except ConversationError as error:
             episode.reason = _shown(error)
-            return step, None
+            return answer, None
 
     @staticmethod
     def _give_up(episode: _Episode) -> None:
@@ -318,20 +341,17 @@ class Episodes:
         _kill(episode.environment)
         episode.reason, episode.environment = "timeout", None
 
-    def _step(self, episode: _Episode, text: str, tokens: list[int]) -> tuple[Step, list[str], int]:
-        """The answer to a turn, the tools that were called, and how many of them failed.
-
-        Changes nothing of the episode: where it takes too long, nobody waits for it.
-        """
+    def _step(self, episode: _Episode, text: str, tokens: list[int]) -> _Answer:
+        """Changes nothing of the episode: where it takes too long, nobody waits for it."""
         toolbox = episode.toolbox
         if toolbox.schemas:
             calls = read_calls(self._chat.tokenizer, tokens, episode.prompt, toolbox.schemas)
             if calls:
                 messages, errors = toolbox.run(calls)
                 messages = check_messages(messages, WORLD_ROLES)
-                return Step(messages), [call.name for call in calls], errors
+                return _Answer(Step(messages), calls, errors)
         assert episode.environment is not None
-        return check_step(finish(episode.environment.step(text))), [], 0
+        return _Answer(check_step(finish(episode.environment.step(text))))
 
     def _score(self, episode: _Episode) -> None:
         """Add the reward of the whole episode, where there is one, to the last turn."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from marlhf.environments.processes import OwnProcess
 from marlhf.environments.programs import FixCode, Python
 from marlhf.environments.protocol import ConversationError, Environment
 from marlhf.environments.tools import Toolbox, ToolEnvironment, public_methods
+from marlhf.errors import MarlhfError
 
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
     "guess": Guess,
@@ -50,8 +52,13 @@ def find_environment(
         )
     try:
         return environment_from(factory=make)
-    except TypeError as error:
-        raise ConversationError(f"The environment {name} cannot be built: {error}.") from error
+    except MarlhfError:
+        raise
+    except Exception as error:  # whatever the user's class raises
+        kind = "" if isinstance(error, TypeError) else f"{type(error).__name__}: "
+        raise ConversationError(
+            f"The environment {name} cannot be built: {kind}{error}."
+        ) from error
 
 
 def environment_from(
@@ -90,7 +97,7 @@ def _has_step(instance: Any, shared: list[Callable[..., Any]]) -> bool:
             f"The environment {what} has no `reset`. Give it `reset(self, row, seed)` and "
             "`step(self, reply)`; or, with methods as tools, `reset(self, **row)`."
         )
-    if callable(getattr(instance, "step", None)):
+    if callable(getattr(instance, "step", None)) and not _is_tool(instance):
         return True
     found = [*shared, *public_methods(instance)]
     if not found:
@@ -99,6 +106,15 @@ def _has_step(instance: Any, shared: list[Callable[..., Any]]) -> bool:
             "Give it one of them."
         )
     Toolbox(found)
+    return False
+
+
+def _is_tool(instance: Any) -> bool:
+    """Whether `step` is one of the tools of TRL's: documented, where `reset` takes only names."""
+    try:
+        inspect.signature(instance.reset).bind(None, 0)
+    except TypeError:
+        return bool(inspect.getdoc(instance.step))
     return False
 
 

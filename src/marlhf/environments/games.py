@@ -13,8 +13,28 @@ from marlhf.data import guess as game
 from marlhf.data.rows import Message, Row
 from marlhf.environments.protocol import ConversationError, Step, from_user
 
-GAME = threading.Lock()
-"""Games draw from Python's own random numbers, so one moves at a time, each with its own state."""
+HANGS = 20.0
+"""Seconds that games wait for the move of another before they go on without it."""
+
+
+class _OneAtATime:
+    """Games draw from Python's own random numbers, so one moves at a time, each with its state."""
+
+    def __init__(self) -> None:
+        self._lock, self._changing = threading.Lock(), threading.Lock()
+
+    def acquire(self) -> threading.Lock:
+        """The lock of this move. That of a game that hangs is never released: it gets a new one."""
+        lock = self._lock
+        while not lock.acquire(timeout=HANGS):
+            with self._changing:
+                if self._lock is lock:
+                    self._lock = threading.Lock()
+            lock = self._lock
+        return lock
+
+
+MOVES = _OneAtATime()
 
 
 class Guess:
@@ -114,7 +134,9 @@ class TextArena:
         if not done:
             return Step([self._said()], success=False)
         rewards, _ = self._play(self._game.close)
-        reward = float((rewards or {}).get(0, 0.0))
+        reward = (rewards or {}).get(0, 0.0)
+        # Some games have a text there after an invalid move.
+        reward = float(reward) if isinstance(reward, int | float) else 0.0
         return Step([self._said()], reward=reward, done=True, success=reward >= 1)
 
     def _said(self) -> Message:
@@ -124,11 +146,12 @@ class TextArena:
         return from_user(text or "(nothing)")
 
     def _play(self, move: Any) -> Any:
-        with GAME:
-            before = random.getstate()
-            random.setstate(self._random.getstate())
-            try:
-                return move()
-            finally:
-                self._random.setstate(random.getstate())
-                random.setstate(before)
+        lock = MOVES.acquire()
+        before = random.getstate()
+        random.setstate(self._random.getstate())
+        try:
+            return move()
+        finally:
+            self._random.setstate(random.getstate())
+            random.setstate(before)
+            lock.release()

@@ -115,10 +115,12 @@ class EpisodeRecord:
     success: bool | None = None
     environment: Any = field(default=None, compare=False, repr=False)
     """The object that was played with, for reward functions to look at. It is not saved."""
+    calls: list[list[dict[str, Any]]] = field(default_factory=list, compare=False, repr=False)
+    """The tool calls that were read in each turn, for reward functions too. They are not saved."""
 
     def to_dict(self) -> dict[str, Any]:
-        values = asdict(replace(self, environment=None))
-        del values["environment"]
+        values = asdict(replace(self, environment=None, calls=[]))
+        del values["environment"], values["calls"]
         return values
 
     @classmethod
@@ -141,7 +143,11 @@ def scored_row(row: Row, record: EpisodeRecord | None) -> Row:
         return row
     first = opening(record)
     ends = [turn.stop for turn in record.turns]
-    said = Conversation(record.messages[first:], ends, record.environment)
+    calls, messages = iter(record.calls), list[dict[str, Any]]()
+    for message in record.messages[first:]:
+        made = next(calls, []) if message["role"] == "assistant" else []
+        messages.append({**message, "tool_calls": made} if made else dict(message))
+    said = Conversation(messages, ends, record.environment)
     return replace(row, prompt=record.messages[:first], conversation=said)
 
 

@@ -28,7 +28,7 @@ HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.S)
 """How Hermes, Qwen and many others write a call."""
 UNREADABLE = "unreadable"
 """The name of a tool in the result of a call that has none."""
-NOT_TOOLS = ("reset", "step", "get_reward", "close")
+NOT_TOOLS = ("reset", "get_reward", "close")
 SHOWN = 500
 """Characters of an error that go back to the model."""
 
@@ -112,6 +112,19 @@ def _to_call(value: Any) -> ToolCall:
     if not isinstance(arguments, dict):
         return ToolCall(name, {}, "the arguments are not a JSON object")
     return ToolCall(name, arguments)
+
+
+def written_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """Calls as messages hold them for templates and for TRL's reward functions.
+
+    >>> written_calls([ToolCall("add", {"a": 1}), ToolCall(UNREADABLE, {}, "it is cut off")])
+    [{'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}]
+    """
+    return [
+        {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in calls
+        if call.name != UNREADABLE
+    ]
 
 
 def _unreadable(why: str) -> ToolCall:
@@ -228,8 +241,11 @@ class ToolEnvironment:
         columns = {"prompt": row.prompt, **row.columns}
         self.inner = self._make(columns)
         self.tools = [*self._given, *public_methods(self.inner)]
-        if "seed" in inspect.signature(self.inner.reset).parameters:
+        parameters = inspect.signature(self.inner.reset).parameters
+        if "seed" in parameters:
             columns.setdefault("seed", seed)
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            columns = {k: v for k, v in columns.items() if k != "prompt" or k in parameters}
         seen = finish(self.inner.reset(**columns))
         if not isinstance(seen, str | None):
             raise ConversationError(f"reset returns a text or None; got {seen!r:.80}")

@@ -400,7 +400,7 @@ def _record(row: Row) -> dict[str, Any]:
     return {k: v for k, v in row.columns.items() if k not in RESERVED} | given
 
 
-def _completion(row: Row, text: str) -> Text:
+def _completion(row: Row, text: str) -> Text | list[dict[str, Any]]:
     """A response in the form of its prompt: text, or the messages that followed."""
     if row.conversation is not None:
         return row.conversation.messages
@@ -518,6 +518,8 @@ def _finite(value: Any) -> float:
         number = float(value)
     except (TypeError, ValueError):
         raise ValueError(f"{value!r} is not a number. {FORMS}") from None
-    if isinstance(value, str) or not math.isfinite(number):
-        raise ValueError(f"{value!r} is not a finite number")
+    except OverflowError:
+        number = math.inf
+    if isinstance(value, str) or not abs(number) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{_short(value)} is not a finite number")
     return number

@@ -151,7 +151,7 @@ def pool(rewards: Tensor, mask: Tensor, how: Pooling) -> Tensor:
     """
     if how == "min":
         weights = (-rewards / TEMPERATURE).masked_fill(~mask, -torch.inf).softmax(dim=1)
-        return rewards * weights
+        return torch.where(mask, rewards * weights, 0.0)  # a row without steps has no minimum
     if how == "last":
         mask = mask & (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))
     return rewards * mask

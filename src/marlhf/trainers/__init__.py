@@ -24,6 +24,7 @@ from marlhf.trainers.inputs import (
     environment_of,
     path_or_model,
     reward_parts,
+    unrewarded,
 )
 
 
@@ -178,7 +179,9 @@ class MacroPPOTrainer(Trainer):
         if path:
             args = replace(args, critic_model=path)
         environment, args = environment_of(tools, environment_factory, args)
-        rewards, args = reward_parts(reward_funcs, args)
+        rewards, args = reward_parts(
+            reward_funcs, args, unrewarded=unrewarded(tools, environment_factory)
+        )
         tokenizers = reward_processing_classes
         if tokenizers is not None and not isinstance(tokenizers, (list, tuple)):
             tokenizers = [tokenizers]

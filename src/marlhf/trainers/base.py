@@ -293,7 +293,7 @@ class Trainer:
         opened: bool,
     ) -> tuple[list[Row], list[Row]]:
         def read(dataset: Dataset, name: str) -> list[Row]:
-            records = to_records(dataset, tokenizer, name)
+            records = to_records(dataset, tokenizer, name, opened=opened)
             rows, counts = rows_from_records(records, needs=args.columns, name=name, opened=opened)
             say(f"{name}: {counts}")
             return rows

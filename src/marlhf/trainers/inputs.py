@@ -20,6 +20,9 @@ from marlhf.runs.layout import GIVEN
 EPISODES_ASIDE = 64
 """To evaluate, where there is no data to hold out from."""
 
+EMPTY = [{"role": "user", "content": ""}]
+"""The prompt where an environment says all of it."""
+
 Dataset = Iterable[Mapping[str, Any]]
 """A `datasets.Dataset`, a list of dicts, or anything else that gives records."""
 
@@ -45,16 +48,23 @@ def check_writes(model: Model, name: str) -> None:
         )
 
 
-def reward_parts(given: Any, args: Any) -> tuple[list[Any] | None, Any]:
-    """What scores, one by one, and the settings with its names."""
+def reward_parts(
+    given: Any, args: Any, *, unrewarded: bool = False
+) -> tuple[list[Any] | None, Any]:
+    """What scores, one by one, and the settings with its names.
+
+    The environment, if there is one, may give no rewards of its own (`unrewarded`).
+    """
     named = [name for name in (args.reward_model, *args.reward_funcs) if name]
-    if given is None and (named or not args.needs_rewards):
+    scored = named or args.process_model
+    if given is None and (scored or not (args.needs_rewards or unrewarded)):
         return None, args
     rewards = list(given) if isinstance(given, (list, tuple)) else [given]
     if given is None or not rewards:
         raise SettingError(
             "Nothing scores the responses. Pass reward_funcs: a reward model's path, a model, "
-            "or a function f(prompts, completions, **columns); or an environment_factory."
+            "or a function f(prompts, completions, **columns); or an environment_factory whose "
+            "environments have get_reward."
         )
     if named:
         raise SettingError(
@@ -88,6 +98,16 @@ def environment_of(tools: Any, factory: Any, args: Any) -> tuple[Any, Any]:
     return made, replace(args, environment=f"{GIVEN} {names}")
 
 
+def unrewarded(tools: Any, factory: Any) -> bool:
+    """Whether tools, or TRL's environments without `get_reward`, certainly give no rewards."""
+    factories = list(factory.values()) if isinstance(factory, Mapping) else [factory]
+    if factory is None:
+        return tools is not None
+    classes = [each for each in factories if isinstance(each, type)]
+    paying = [c for c in classes if hasattr(c, "get_reward") or hasattr(c, "step")]
+    return len(classes) == len(factories) and not paying
+
+
 def without_data(factory: Any, args: Any) -> tuple[Dataset, Any]:
     """Empty prompts, where an environment opens each conversation; args that repeat them."""
     if isinstance(factory, Mapping):
@@ -101,7 +121,7 @@ def without_data(factory: Any, args: Any) -> tuple[Dataset, Any]:
             "(max_steps in TRL) says how many steps to train. Set it in args."
         )
     kept = args.batch_size * min(args.num_steps, 100)
-    rows = [{"prompt": [{"role": "user", "content": ""}]}] * (kept + EPISODES_ASIDE)
+    rows = [{"prompt": EMPTY}] * (kept + EPISODES_ASIDE)
     data = replace(args.data, eval_size=EPISODES_ASIDE)
     return rows, replace(args, num_epochs=args.num_steps, data=data)
 
@@ -119,9 +139,12 @@ def by_weights(model: Model) -> str:
 
 
 def to_records(
-    dataset: Dataset, tokenizer: Tokenizer | None, name: str
+    dataset: Dataset, tokenizer: Tokenizer | None, name: str, *, opened: bool = False
 ) -> Iterator[Mapping[str, Any]]:
-    """Records with the columns that marlhf knows: TRL's other names and forms are put in order."""
+    """Records with the columns that marlhf knows: TRL's other names and forms are put in order.
+
+    Where an environment opens conversations (`opened`), there may be no prompt.
+    """
     if isinstance(dataset, Mapping):
         splits = ", ".join(map(str, dataset))
         raise TypeError(f"{name} is a dictionary with {splits}. Pass one of them.")
@@ -148,6 +171,8 @@ def to_records(
             if mask is not None:
                 ids = [i for i, real in zip(ids, mask) if real]
             record["prompt_ids"], record["prompt"] = ids, tokenizer.decode(ids)
+        if opened and "prompt" not in record:
+            record["prompt"] = EMPTY
         yield record
 
 

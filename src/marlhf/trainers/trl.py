@@ -27,7 +27,6 @@ RENAMED = {
     "delta": "dual_clip",
     "hub_private_repo": "hub_private",
     "load_best_model_at_end": "keep_best",
-    "max_tool_calling_iterations": "max_turns",
     "num_generations": "num_samples",
     "save_total_limit": "keep_checkpoints",
     "vllm_gpu_memory_utilization": "vllm_memory",
@@ -69,6 +68,7 @@ MEANING: dict[str, dict[Any, dict[str, Any]]] = {
 """What a value of TRL's setting is here."""
 AS_HERE = {
     "adam_epsilon": 1e-8,
+    "multi_objective_aggregation": "sum_then_normalize",
     "num_iterations": 1,
     "repetition_penalty": 1.0,
     "shuffle_dataset": True,
@@ -78,13 +78,19 @@ AS_HERE = {
 }
 """Values that say what happens here anyway, as None, False and 0 of any other setting do."""
 NO_MATTER = (
-    "average_tokens", "dataloader_", "dataset_num_proc", "ddp_", "disable_dropout", "disable_tqdm",
-    "ds3_gather", "eval_do_concat", "gradient_checkpointing_kwargs", "hub_strategy", "include_num",
-    "length_column", "local_rank", "log_", "logging_", "num_completions_to_print", "pad_to_",
-    "per_device_eval", "project", "remove_unused", "skip_memory", "tf32", "torch_compile",
-    "use_liger", "vllm_group", "vllm_mode", "vllm_server_timeout",
+    "auto_find_batch_size", "average_tokens", "cache_implementation", "dataloader_",
+    "dataset_num_proc", "ddp_", "disable_dropout", "disable_tqdm", "do_eval", "do_predict",
+    "do_train", "ds3_gather", "enable_jit_checkpoint", "entropy_coef_", "entropy_target",
+    "eval_accumulation_steps", "eval_do_concat", "eval_on_start", "gradient_checkpointing_kwargs",
+    "hub_strategy", "include_num", "length_column", "local_rank", "log_", "logging_",
+    "num_completions_to_print", "pad_to_", "per_device_eval", "project", "ref_model_mixup_alpha",
+    "ref_model_sync_steps", "remove_unused", "sapo_", "skip_memory", "tf32", "torch_compile",
+    "torch_empty_cache_steps", "trackio_", "use_liger", "use_transformers_", "vespo_",
+    "vllm_enable_sleep_mode", "vllm_group", "vllm_max_model_length", "vllm_mode", "vllm_model_impl",
+    "vllm_server_timeout",
 )  # fmt: skip
-"""Settings, or how their names begin, that change no result."""
+"""Settings, or how their names begin, that change no result: not here, or not without others that
+are refused."""
 LOADING = {"attn_implementation", "device_map", "dtype", "torch_dtype", "use_cache"}
 """What `model_init_kwargs` may hold: none of it changes what is learnt."""
 
@@ -137,18 +143,23 @@ def translated(
         "warmup_ratio": 0.0,
         **defaults,
         **dict(zip(("output_dir",), args)),
-        **given,
     }
-    found = _batch(left) | _when(left)
+    left |= {name: value for name, value in given.items() if value is not None or name not in left}
+    found = _batch(left) | _when(left) | _vllm(left)
     sampling = {new: left.pop(name) for name, new in SAMPLING.items() if name in left}
-    found["sampling"] = Sampling(**sampling)
+    found["sampling"] = Sampling(**{k: v for k, v in sampling.items() if v is not None})
     found["adam_betas"] = left.pop("adam_beta1"), left.pop("adam_beta2")
     # TRL counts the tokens of all turns together, without the prompt.
     found["episode_tokens"] = found["sampling"].max_new_tokens + 512
+    # After so many rounds of calls the model speaks once more; without a limit tokens are one.
+    rounds = left.pop("max_tool_calling_iterations", None)
+    found["max_turns"] = found["sampling"].max_new_tokens if rounds is None else rounds + 1
     if "epsilon" in left or left.get("epsilon_high") is not None:
         low, high = left.pop("epsilon", 0.2), left.pop("epsilon_high", None)
         found["clip"] = low if high is None else (low, high)
     left.update({new: left.pop(name) for name, new in RENAMED.items() if name in left})
+    if not left.get("kl_coef"):
+        left.pop("use_bias_correction_kl", None)
     if LOADING.issuperset(left.get("model_init_kwargs") or {}):
         left.pop("model_init_kwargs", None)
     known, hints = set(field_names(ours)), dict[str, str]()
@@ -198,7 +209,7 @@ def _batch(left: dict[str, Any]) -> dict[str, Any]:
 def _when(left: dict[str, Any]) -> dict[str, Any]:
     """When a run is evaluated and saved, and how it warms up."""
     evaluated = _plain(left.pop("eval_strategy", "no")) == "steps"
-    saved = _plain(left.pop("save_strategy", "steps")) == "steps"
+    saved = _plain(left.pop("save_strategy", "steps")) != "no"
     eval_steps = left.pop("eval_steps", None) or left.get("logging_steps", 10)
     save_steps = left.pop("save_steps")
     found = {
@@ -208,6 +219,20 @@ def _when(left: dict[str, Any]) -> dict[str, Any]:
     if steps := left.pop("warmup_steps", 0):  # a share below 1, as transformers 5 has it
         left["warmup_ratio" if steps < 1 else "warmup_steps"] = steps
     return {name: left.pop(name, value) for name, value in found.items()}
+
+
+def _vllm(left: dict[str, Any]) -> dict[str, Any]:
+    """Where vLLM's server is; without vLLM its settings mean nothing."""
+    used = left.get("use_vllm") or left.get("engine") == "vllm"
+    ours = set(field_names(rloo_config.RLOOConfig))
+    for name in [name for name in left if name.startswith("vllm_") and not used]:
+        if name not in ours:
+            del left[name]
+    host, port = left.pop("vllm_server_host", None), left.pop("vllm_server_port", None)
+    if not used or left.get("vllm_mode") != "server" or left.get("vllm_server_base_url"):
+        return {}
+    host = "127.0.0.1" if host in (None, "0.0.0.0") else host
+    return {"vllm_url": f"http://{host}:{port or 8000}"}
 
 
 def _plain(value: Any) -> Any:
