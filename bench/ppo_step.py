@@ -55,7 +55,7 @@ from marlhf.rollout.native import NativeEngine, total_memory
 from marlhf.runtime.distributed import start
 from marlhf.runtime.loop import Clock, to_numbers
 from marlhf.runtime.memory import busy_tokens
-from marlhf.runtime.memory_plan import GIB, Plan, Size, plan_run
+from marlhf.runtime.memory_plan import GIB, MemoryPlan, Size, plan_run
 from marlhf.runtime.optim import make_optimizer
 from marlhf.runtime.stage import Example
 from marlhf.spans import vocabulary
@@ -298,7 +298,7 @@ def build(shape: Shape, device: torch.device, args: argparse.Namespace) -> tuple
     return models, config
 
 
-def predict(shape: Shape, config: PPOConfig) -> Plan:
+def predict(shape: Shape, config: PPOConfig) -> MemoryPlan:
     """The memory that `marlhf doctor` would say."""
     gpu = total_memory(torch.device("cuda")) if torch.cuda.is_available() else 141 * GIB
     return plan_run(config, gpu, lambda _: Size.of(shape.config()))

@@ -16,7 +16,7 @@ import yaml
 from rich.console import Console
 
 from marlhf import cli
-from marlhf.chat.models import ChatModel, Turn, load_chat_models
+from marlhf.chat.models import ChatModel, ChatTurn, load_chat_models
 from marlhf.chat.terminal import Chat, visible
 from marlhf.config.stage import LoRA
 from marlhf.data import DataConfig, load_data
@@ -104,7 +104,7 @@ def test_prompts_are_those_of_training(talk):
 
 
 def test_history_is_told_where_training_had_one(talk):
-    turn = Turn(0, "Hi", " Ho.", [], [], True, 0)
+    turn = ChatTurn(0, "Hi", " Ho.", [], [], True, 0)
     chat = load_chat_models(["tiny"], CPU)[0]
     text, dialogue = talk("ppo", "hh").models
     for model in (chat, text, dialogue):
@@ -220,7 +220,7 @@ def test_what_is_too_long_is_a_sentence_and_others_answer(talk):
     chat = talk("ppo", width=400)
     [chatty] = load_chat_models(["tiny"], CPU, max_new_tokens=400)
     chat.models.append(chatty)
-    chatty.turns.append(Turn(0, " fox" * 250, " owl" * 250, [], [], True, 0))
+    chatty.turns.append(ChatTurn(0, " fox" * 250, " owl" * 250, [], [], True, 0))
     chat.number = 1
     chat.handle_line(STORY)
     assert chat.failures == 1
@@ -229,7 +229,7 @@ def test_what_is_too_long_is_a_sentence_and_others_answer(talk):
     assert len(chatty.turns) == 1
     chat.handle_line("/undo")
     assert len(chatty.turns) == 1  # the failed question was never part of its history
-    chatty.turns[0] = Turn(0, "fox " * 10, " owl" * 10, [], [], True, 0)
+    chatty.turns[0] = ChatTurn(0, "fox " * 10, " owl" * 10, [], [], True, 0)
     room = 512 - len(encode_prompt(chatty.tokenizer, chatty.prompt(STORY)))
     assert len(chatty.ask(STORY, 1, 0).answer_ids) <= min(400, room)
 
@@ -239,7 +239,7 @@ HOSTILE = "\x1b[31mred\x1b]0;title\x07 [bold]not bold[/bold] :smile: \x9b2J \u20
 
 def test_hostile_answers_are_shown_as_text(talk, monkeypatch):
     monkeypatch.setattr(
-        ChatModel, "ask", lambda self, q, n, s: Turn(n, q, HOSTILE, [1], [5, 6], True, 0)
+        ChatModel, "ask", lambda self, q, n, s: ChatTurn(n, q, HOSTILE, [1], [5, 6], True, 0)
     )
     for terminal in (True, False):
         chat = talk("ppo", "sft", width=200, terminal=terminal)

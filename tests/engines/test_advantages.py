@@ -33,7 +33,7 @@ from marlhf.engines.advantages import (
     segment_batch,
     segment_metrics,
 )
-from marlhf.engines.batch import EngineBatch, EngineError, Episodes, turn_states
+from marlhf.engines.batch import EngineBatch, EngineError, EpisodeSteps, turn_states
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.spans import vocabulary
 from marlhf.spans.apply import Parsing, SegmenterError
@@ -412,7 +412,7 @@ def test_adaptive_lambda_follows_the_number_of_macro_actions(batch):
 
 def test_rows_of_an_episode_are_joined_in_the_order_of_their_steps(grouped):
     """Rows in any order, with gaps in their steps: as one row per episode, and back."""
-    episodes = Episodes.of(list("xyxzyx"), [7, 0, 2, 5, 1, 4])
+    episodes = EpisodeSteps.of(list("xyxzyx"), [7, 0, 2, 5, 1, 4])
     values = torch.arange(72.0).view(6, 12)
     joined = episodes.join(values)
     assert joined.shape == (3, 3 * 13)
@@ -420,7 +420,7 @@ def test_rows_of_an_episode_are_joined_in_the_order_of_their_steps(grouped):
     assert torch.equal(episodes.split(joined), values)
     assert episodes.last_steps.tolist() == [2, 1, 2, 0, 1, 2]
     with pytest.raises(EngineError, match="Episode x has 2 rows for its step 2"):
-        Episodes.of(["x", "x"], [2, 2])
+        EpisodeSteps.of(["x", "x"], [2, 2])
 
 
 @pytest.mark.parametrize("wrong", ["room", ["s"], None])

@@ -68,7 +68,7 @@ def estimate(batch, estimator, settings=None):
     data, _ = ray_trainer.apply_kl_penalty(data, core_algos.FixedKLController(0.05))
     shown = None
     if settings is not None:
-        shown = plugin.ShownBatch(settings, TokenText(settings.segmenter, None), data.batch)
+        shown = plugin.VerlBatch(settings, TokenText(settings.segmenter, None), data.batch)
     token = plugin._shown.set(shown)
     try:
         return ray_trainer.compute_advantage(

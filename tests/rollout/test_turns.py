@@ -15,7 +15,7 @@ from marlhf.models.forward import Sequences, token_stats
 from marlhf.rollout import Sampling, conversations, native
 from marlhf.rollout.continuous import CHECK_EVERY, sample
 from marlhf.rollout.conversations import ConversationSchedule
-from marlhf.rollout.engine import Conversations, draws
+from marlhf.rollout.engine import MultiTurnResponses, draws
 from marlhf.rollout.llama import LlamaDecoder
 from marlhf.rollout.native import NativeEngine, decoder_error
 from marlhf.rollout.plain import PlainEngine
@@ -459,7 +459,7 @@ def test_extensions_are_split_where_their_masks_would_be_large(small, monkeypatc
 
 
 def test_nothing_of_the_world_is_seen_by_random_numbers_of_others():
-    talk = Conversations([[5], [6]], [9, 9], 4)
+    talk = MultiTurnResponses([[5], [6]], [9, 9], 4)
     assert [talk.turn_limit(row) for row in (0, 1)] == [4, 4]
     assert talk.add_turn(1, [7, 1], [-1.0, -2.0])
     assert talk.add_reply(1, [8] * 5)

@@ -60,7 +60,7 @@ MAX_NEW_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChatTurn:
     """A question and its answer."""
 
     number: int
@@ -85,13 +85,13 @@ class ChatModel:
     sampling: Sampling
     trust_code: bool = False
     system: str = ""
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[ChatTurn] = field(default_factory=list)
 
     @property
     def precision(self) -> Precision:
         return self.policy.config.get("precision") or "auto"
 
-    def ask(self, question: str, number: int, seed: int) -> Turn:
+    def ask(self, question: str, number: int, seed: int) -> ChatTurn:
         """Answer a question in the context of earlier turns; the caller appends it to `turns`."""
         ids = encode_prompt(self.tokenizer, self.prompt(question))
         limit = getattr(self.model.config, "max_position_embeddings", None) or sys.maxsize
@@ -111,7 +111,7 @@ class ChatModel:
             raise
         [answer] = rollout.responses
         text = decode(self.tokenizer, answer)
-        return Turn(number, question, text, ids, answer, bool(rollout.ended[0]), row_seed)
+        return ChatTurn(number, question, text, ids, answer, bool(rollout.ended[0]), row_seed)
 
     @cached_property
     def engine(self) -> NativeEngine:
@@ -151,7 +151,7 @@ class ChatModel:
             raise EvaluationError(f"Its chat template takes no system message: {reason}") from None
 
     @torch.no_grad()
-    def actions(self, turn: Turn) -> list[str]:
+    def actions(self, turn: ChatTurn) -> list[str]:
         """The text of each macro action of an answer, by the model's own segmenter."""
         config = self.policy.config
         if not config.get("segmenter"):
@@ -194,7 +194,7 @@ class ChatModel:
         loaded = load_policy(path, seed=seed, trust_remote_code=self.trust_code)
         return loaded.to(self.model.device).eval()
 
-    def _ref_logprobs(self, turn: Turn) -> torch.Tensor:
+    def _ref_logprobs(self, turn: ChatTurn) -> torch.Tensor:
         device, pad = self.model.device, self.tokenizer.pad_token_id
         whole = Sequences.from_lists([turn.prompt_ids], [turn.answer_ids], pad, device)
         with autocast(device, self.precision):

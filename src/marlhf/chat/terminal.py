@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from marlhf.chat.models import FORMS, ChatModel, Turn
+from marlhf.chat.models import FORMS, ChatModel, ChatTurn
 from marlhf.data.rows import Message, Row
 from marlhf.environments import Environment, EpisodeRecord, Episodes, Step
 from marlhf.environments.protocol import from_user
@@ -74,7 +74,7 @@ class Chat:
         return True
 
     def _ask(self, question: str) -> None:
-        answers: list[Turn | str] = []
+        answers: list[ChatTurn | str] = []
         for model in self.models:
             try:
                 with self.console.status(Text(f"{visible(model.name)} is writing")):
@@ -83,17 +83,17 @@ class Chat:
                 answers.append(str(error))
                 self.failures += 1
         for model, answer in zip(self.models, answers):
-            if isinstance(answer, Turn):
+            if isinstance(answer, ChatTurn):
                 model.turns.append(answer)
         self.number += 1
         self._show(answers)
 
-    def _show(self, answers: Sequence[Turn | str]) -> None:
+    def _show(self, answers: Sequence[ChatTurn | str]) -> None:
         texts = [self._text(model, answer) for model, answer in zip(self.models, answers)]
         if not self.console.is_terminal:
             for model, answer, text in zip(self.models, answers, texts):
                 label = f"{model.name}: " if len(self.models) > 1 else ""
-                if isinstance(answer, Turn):
+                if isinstance(answer, ChatTurn):
                     self.console.print(Text(visible(label)) + text, soft_wrap=True)
                 else:
                     self.notify(f"{model.name}: {answer}")
@@ -112,7 +112,7 @@ class Chat:
                 self.console.print(text)
         self.console.print()
 
-    def _text(self, model: ChatModel, answer: Turn | str) -> Text:
+    def _text(self, model: ChatModel, answer: ChatTurn | str) -> Text:
         if isinstance(answer, str):
             return Text(visible(answer), style="red")
         text = Text(visible(answer.answer.strip()))

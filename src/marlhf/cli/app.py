@@ -117,8 +117,8 @@ def main() -> None:
     # On ARM torch's allocator returns freed memory after 10 ms, and a training step on a CPU then
     # spends a tenth of its time on getting it back. Torch reads this when it is imported.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")
-    # transformers imports torchao wherever it is installed, which then lists the kernels it lacks.
-    for name in ("torchao", "torch.utils._pytree"):
+    # transformers imports these wherever they are installed, and they list the kernels they lack.
+    for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored

@@ -39,7 +39,7 @@ from marlhf.core.segmenters import mix
 from marlhf.engines.batch import (
     EngineBatch,
     EngineError,
-    Episodes,
+    EpisodeSteps,
     move_to_policy_tokens,
     number,
     place_turn_rewards,
@@ -388,7 +388,7 @@ def _rows_by_group_size(groups: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield size, by_group[sizes[by_group] == size]
 
 
-def _joined(episodes: Episodes, segments: Segments, *tensors: Tensor) -> Any:
+def _joined(episodes: EpisodeSteps, segments: Segments, *tensors: Tensor) -> Any:
     """Macro actions and tensors with one row per episode."""
     mask, starts = episodes.join(segments.mask), episodes.join(segments.starts)
     return Segments.from_starts(starts, mask), *map(episodes.join, tensors)

@@ -32,17 +32,17 @@ class EngineBatch:
     ref_logprobs: Tensor | None = None  # [B, T], of the reference
     logprobs: Tensor | None = None  # [B, T], of the policy that sampled
     groups: Sequence[Any] | None = None  # [B], equal for responses to one prompt
-    episodes: Episodes | None = None  # where an episode has several rows
+    episodes: EpisodeSteps | None = None  # where an episode has several rows
     prompts: Sequence[Sequence[int]] | None = None  # [B], tokens before each response
     turn_rewards: Sequence[Any] | None = None  # [B], a number for each turn
     turn_states: Sequence[Any] | None = None  # [B], a name for each turn's state
 
 
 @dataclass(frozen=True)
-class Episodes:
+class EpisodeSteps:
     """Rows that are steps of episodes, and how an episode becomes one row.
 
-    >>> episodes = Episodes.of(["a", "b", "a"], [0, 0, 1])
+    >>> episodes = EpisodeSteps.of(["a", "b", "a"], [0, 0, 1])
     >>> episodes.join(torch.tensor([[1.0], [2.0], [3.0]]))
     tensor([[1., 0., 3., 0.],
             [2., 0., 0., 0.]])
@@ -52,7 +52,7 @@ class Episodes:
     step: Tensor  # [B] int64, counted from 0 within the episode
 
     @classmethod
-    def of(cls, ids: Sequence[Any], steps: Sequence[int]) -> Episodes:
+    def of(cls, ids: Sequence[Any], steps: Sequence[int]) -> EpisodeSteps:
         """From an episode's name and a step's number for each row, in any order of rows."""
         (row, times), *_ = Counter(zip(ids, steps, strict=True)).most_common(1)
         if times > 1:

@@ -32,25 +32,25 @@ from marlhf.engines.advantages import (
     read_settings,
     refuse_unseen,
 )
-from marlhf.engines.batch import EngineBatch, EngineError, Episodes
+from marlhf.engines.batch import EngineBatch, EngineError, EpisodeSteps
 
 
 @dataclass
-class ShownBatch:
+class SkyRLBatch:
     """What the trainer shows the estimator, and the credit that it leaves there."""
 
     data: Any  # SkyRL's TrainingInputBatch
     credit: tuple[Tensor, Tensor] | None = None  # advantages and returns, [B, T]
 
 
-_shown: ContextVar[ShownBatch | None] = ContextVar("the batch under estimation", default=None)
+_shown: ContextVar[SkyRLBatch | None] = ContextVar("the batch under estimation", default=None)
 
 
 class MacroTrainerMixin:
     """Shows the estimator the batch: `class Trainer(MacroTrainerMixin, RayPPOTrainer)`."""
 
     def compute_advantages_and_returns(self, data: Any) -> Any:
-        shown = ShownBatch(data)
+        shown = SkyRLBatch(data)
         token = _shown.set(shown)
         try:
             data = super().compute_advantages_and_returns(data)  # pyright: ignore
@@ -116,14 +116,14 @@ class MacroEstimator:
         return {"tokens": data["sequences"][:, -width:].to(mask.device), "prompts": prompts}
 
 
-def episodes_of(is_last_step: list[bool]) -> Episodes:
+def episodes_of(is_last_step: list[bool]) -> EpisodeSteps:
     """The episodes of SkyRL's step-wise rows, which come in order, each up to its last step.
 
     >>> episodes_of([False, True, True]).episode.tolist()
     [0, 0, 1]
     """
     ids = list(accumulate(is_last_step[:-1], initial=0))
-    return Episodes.of(ids, range(len(ids)))
+    return EpisodeSteps.of(ids, range(len(ids)))
 
 
 def macro_estimator(estimator: Estimator = "macro_gae", **macro: Any) -> MacroEstimator:

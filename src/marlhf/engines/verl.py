@@ -54,7 +54,7 @@ from marlhf.engines.advantages import (
     segment_batch,
     segment_metrics,
 )
-from marlhf.engines.batch import EngineBatch, EngineError, Episodes
+from marlhf.engines.batch import EngineBatch, EngineError, EpisodeSteps
 from marlhf.engines.verl_config import RATIOS, check_config, check_version
 
 IDS = "macro_ids"
@@ -68,7 +68,7 @@ ROLLOUT_LOGPROBS = "rollout_log_probs"
 
 
 @dataclass
-class ShownBatch:
+class VerlBatch:
     """What the trainer shows the estimator, and the macro actions that it leaves there."""
 
     settings: MacroSettings
@@ -78,7 +78,7 @@ class ShownBatch:
     segments: Segments | None = None
 
 
-_shown: ContextVar[ShownBatch | None] = ContextVar("the batch under estimation", default=None)
+_shown: ContextVar[VerlBatch | None] = ContextVar("the batch under estimation", default=None)
 
 
 def macro_advantage(
@@ -293,7 +293,7 @@ class MacroActions:
         queue = {"keys": batch.keys, "partition_id": batch.partition_id}
         data = trainer_base.tq.kv_batch_get(**queue, select_fields=[*FIELDS, ROLLOUT_LOGPROBS])
         fields = self._sample_fields(queue)
-        shown = ShownBatch(self.macro, self.macro_text, data.to_padded_tensor(), fields)
+        shown = VerlBatch(self.macro, self.macro_text, data.to_padded_tensor(), fields)
         token = _shown.set(shown)
         try:
             batch = super()._compute_advantage(batch, metrics)  # pyright: ignore
@@ -311,7 +311,7 @@ class MacroActions:
         fields: dict[str, Any] = {}
         # Keys are uid_session_row, with a row for each output of an agent loop.
         ids, steps = zip(*(key.rsplit("_", 1) for key in queue["keys"]), strict=True)
-        episodes = Episodes.of(ids, [int(step) for step in steps])
+        episodes = EpisodeSteps.of(ids, [int(step) for step in steps])
         if episodes.step.any():
             fields["episodes"] = episodes
         names = {"turn_rewards": self.macro.turn_rewards, "turn_states": self.macro.turn_states}

@@ -15,7 +15,7 @@ import torch
 from marlhf.data.collate import pad_right, token_budget_batches
 from marlhf.models.sequences import receive, send
 from marlhf.rollout.continuous import KEY_MULTIPLE, DecodeStep, Schedule
-from marlhf.rollout.engine import MAX_WORKERS, Conversations, Reply, Rollout, SamplingRequest
+from marlhf.rollout.engine import MAX_WORKERS, MultiTurnResponses, Reply, Rollout, SamplingRequest
 
 GATHER_SECONDS = 0.02
 """How long to wait for all replies while nothing else is to be done: some ten steps of a GPU."""
@@ -43,7 +43,7 @@ class ConversationSchedule(Schedule):
         fixed_order: bool | None = None,
     ) -> None:
         prompts, sampling, _, limits = request
-        self.conversations = Conversations(prompts, limits, sampling.max_new_tokens)
+        self.conversations = MultiTurnResponses(prompts, limits, sampling.max_new_tokens)
         limits = [self.conversations.turn_limit(row) for row in range(len(prompts))]
         of_turns = request._replace(limits=limits)
         super().__init__(step, of_turns, budget, share_prefixes=share_prefixes)

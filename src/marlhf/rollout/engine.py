@@ -190,10 +190,10 @@ MAX_WORKERS = 256
 """Replies, or requests, waited for at the same time. Most wait for something themselves."""
 
 
-class Conversations:
+class MultiTurnResponses:
     """The responses of a batch: turns of the model, and what the world said in between.
 
-    >>> talk = Conversations([[5]], limits=[4], max_new_tokens=2)
+    >>> talk = MultiTurnResponses([[5]], limits=[4], max_new_tokens=2)
     >>> talk.add_turn(0, [7, 1], [-0.5, -0.1]), talk.add_reply(0, [8]), talk.turn_limit(0)
     (True, True, 1)
     >>> talk.add_turn(0, [9], [-0.2])  # and full
@@ -248,13 +248,13 @@ def converse_in_rounds(
     request: SamplingRequest,
     sample_turns: Callable[[SamplingRequest, list[int]], Sequence[tuple[list[int], list[float]]]],
     ask: Callable[[dict[int, list[int]]], list[list[int] | None]],
-) -> Conversations:
+) -> MultiTurnResponses:
     """All conversations turn by turn, each round once the slowest of the last one is done.
 
     `sample_turns` gives tokens and log-probs of the turns that follow some texts, from those and
     from the tokens of each response so far; `ask` the replies to the turns of some rows.
     """
-    talk = Conversations(request.prompts, request.limits, request.sampling.max_new_tokens)
+    talk = MultiTurnResponses(request.prompts, request.limits, request.sampling.max_new_tokens)
     rows = list(range(len(talk.texts)))
     while rows:
         turns = request._replace(

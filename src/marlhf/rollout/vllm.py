@@ -31,7 +31,7 @@ from marlhf.models.forward import token_stats
 from marlhf.models.sequences import Sequences
 from marlhf.rollout.engine import (
     CheckedEngine,
-    Conversations,
+    MultiTurnResponses,
     Reply,
     Rollout,
     Sampling,
@@ -202,7 +202,7 @@ class VLLM(CheckedEngine):
 
     def _rollout(self, request: SamplingRequest, completions: list[Completion]) -> Rollout:
         self._check_tokens(completions)
-        talk = Conversations(request.prompts, request.limits, request.sampling.max_new_tokens)
+        talk = MultiTurnResponses(request.prompts, request.limits, request.sampling.max_new_tokens)
         for row, completion in enumerate(completions):
             talk.add_turn(row, *completion)
         return replace(talk.rollout(self.end_tokens, self.policy.device), sampled=None)

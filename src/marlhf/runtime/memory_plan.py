@@ -170,7 +170,7 @@ def size_named(name: str) -> Size:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """What stays in memory, and what each kind of pass adds, in bytes."""
 
     kept: Mapping[str, float]
@@ -190,7 +190,9 @@ class Plan:
         return self.peak + CONTEXT <= USABLE * gpu
 
 
-def plan_run(config: StageConfig, gpu: float, size: Callable[[str], Size] = size_named) -> Plan:
+def plan_run(
+    config: StageConfig, gpu: float, size: Callable[[str], Size] = size_named
+) -> MemoryPlan:
     """The memory of a run on one GPU of so many bytes.
 
     Passes have the tokens that `token_budget` says; with `auto` fewer, down to one row, where
@@ -210,7 +212,7 @@ def plan_run(config: StageConfig, gpu: float, size: Callable[[str], Size] = size
         tokens = max(length, tokens // 2)
 
 
-def remedies(config: StageConfig, gpu: float) -> Iterator[tuple[str, Plan]]:
+def remedies(config: StageConfig, gpu: float) -> Iterator[tuple[str, MemoryPlan]]:
     """Settings that take less and less memory, each with its plan, up to the first that fits."""
     eight_bit = {"optimizer": "adamw_8bit"}
     checkpointed = {"gradient_checkpointing": True}
@@ -270,16 +272,16 @@ class _Arithmetic:
     length: int
     tokens: int
 
-    def plan(self) -> Plan:
+    def plan(self) -> MemoryPlan:
         config, policy = self.config, self.size(self.config.model)
         if isinstance(config, RLConfig):
             return self._of_rl(policy)
         kept = self._trained("model", policy.total, policy)
         grads = self._gradients(policy.total, policy)
         passes = {"pass with gradients": grads + self._backward(policy, head=True)}
-        return Plan(kept, passes, self.tokens, self.rows, self.length)
+        return MemoryPlan(kept, passes, self.tokens, self.rows, self.length)
 
-    def _of_rl(self, policy: Size) -> Plan:
+    def _of_rl(self, policy: Size) -> MemoryPlan:
         config = self.config
         has_critic = getattr(config, "has_critic", False)
         shared = config.lora is not None and config.lora.shared_base
@@ -313,7 +315,7 @@ class _Arithmetic:
             passes["critic's update"] = stays + of_critic + self._backward(critic, head=False)
             gradients += 0.0 if config.one_update else of_critic
         passes["policy's update"] = stays + gradients + self._backward(policy, head=True)
-        return Plan(kept, passes, self.tokens, self.rows, self.length)
+        return MemoryPlan(kept, passes, self.tokens, self.rows, self.length)
 
     def _trained(
         self, name: str, weights: int, size: Size, *, base: bool = True
