@@ -3,9 +3,10 @@
     python bench/evidence_data.py tldr --out runs/evidence/data
     python bench/evidence_data.py tldr --out runs/evidence/data --pairs pairs.jsonl more.jsonl
     python bench/evidence_data.py sums --out runs/evidence/data
+    python bench/evidence_data.py guess --out runs/evidence/data
 
-Data comes from the hub, or from files; that of sums is made. bench/evidence/data.py says what each
-part is for; recipes in recipes/evidence read the parts.
+Data comes from the hub, or from files; that of sums and guess is made. bench/evidence/data.py says
+what each part is for; recipes in recipes/evidence read the parts.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ tldr  gold.jsonl  25% of the pairs: the judge, a reward model that trains no pol
 hh    test 8%, train the rest
 mbpp  test: the official test problems, 11 to 510. train: 511 to 974
 sums  the prompts of the source `sums`, in solutions with 9% and with 35% wrong lines, to imitate
+guess the games of the source `guess`, with 0, 10 or 40 letters before each number
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from marlhf.data import DataConfig, Row, load_data, read_hub, read_records, split_rows
+from marlhf.data.guess import rows as guess_rows
 from marlhf.data.load import hub_config, is_hub_name
 from marlhf.data.rows import prompt_key
 from marlhf.data.sums import rows as sums_rows
@@ -29,12 +31,15 @@ SHARES = {
 MBPP_TEST = range(11, 511)
 SLIPS = (0.09, 0.35)
 """Shares of wrong lines: who imitates them solves a tenth, or has 65% of the lines right."""
+LETTERS = (0, 10, 40)
+"""Letters that the player of `guess` writes before each number."""
 SPLIT = "split.json"
 HUB: dict[str, tuple[str, ...]] = {
     "tldr": ("openai/summarize_from_feedback",),
     "hh": ("Dahoas/full-hh-rlhf",),
     "mbpp": ("google-research-datasets/mbpp",),
     "sums": (),
+    "guess": (),
 }
 """Where the rows come from, unless files are given or none are needed."""
 
@@ -47,6 +52,8 @@ def prepare(task: str, files: Sequence[str], folder: Path, limit: int | None = N
     folder.mkdir(parents=True, exist_ok=True)
     if task == "sums":
         parts = {f"slips-{100 * slip:.0f}": _sums(slip) for slip in SLIPS}
+    elif task == "guess":
+        parts = {f"think-{letters}": _guess(letters) for letters in LETTERS}
     else:
         parts = _mbpp(files, limit) if task == "mbpp" else _pairs(task, files, limit)
     counts: dict[str, Any] = {"files": [Path(file).name for file in files]}
@@ -106,6 +113,12 @@ def _hh_record(row: Row) -> dict[str, Any]:
 def _sums(slip: float) -> Records:
     rows = sums_rows(slip=slip)
     return [({"prompt": row.prompt, "chosen": row.chosen}, prompt_key(row)) for row in rows]
+
+
+def _guess(letters: int) -> Records:
+    rows = guess_rows(think=letters)
+    records = [{"prompt": row.prompt, "chosen": row.chosen, **row.columns} for row in rows]
+    return [(record, prompt_key(row)) for record, row in zip(records, rows, strict=True)]
 
 
 def _mbpp(files: Sequence[str], limit: int | None) -> dict[str, Records]:
