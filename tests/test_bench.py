@@ -110,3 +110,72 @@ def test_a_profile_tells_kernels_and_idle_time(monkeypatch, capsys):
     ]
     assert lines[4][:2] == ["0.05", "1"]
     assert lines[5] == ["0.05", "at", "0.1,", "fill", "->", "_add"]
+
+
+def test_credit_without_sampling_is_what_samples_show(monkeypatch):
+    """Cosines from all episodes of a small game, against batches that are drawn."""
+    exact = load("exact_credit", monkeypatch)
+    monkeypatch.setattr(exact, "NUMBERS", range(1, 4))
+    monkeypatch.setattr(exact.game, "TURNS", 2)
+    episodes = list(exact.episodes())
+    assert len(episodes) == 3 * (1 + 2 * 3)
+    contexts = {e.history(k): 0 for e in episodes for k in range(len(e.guesses))}
+    contexts = {history: i for i, history in enumerate(contexts)}
+    generator = torch.Generator().manual_seed(0)
+    chances = torch.rand(len(contexts), 3, generator=generator).double() + 0.2
+    chances /= chances.sum(dim=1, keepdim=True)
+    slope = torch.eye(3).double() - chances[:, None]
+    scores = (slope @ torch.randn(len(contexts), 3, 5, generator=generator).double()).flatten(0, 1)
+    probability = torch.full((len(episodes),), 1 / 3).double()
+    real, pairs = torch.zeros(len(episodes), 2).bool(), torch.zeros(len(episodes), 2).long()
+    mask, rewards = torch.zeros(len(episodes), 4).bool(), torch.zeros(len(episodes), 4).double()
+    for i, episode in enumerate(episodes):
+        mask[i, : 2 * len(episode.guesses)] = True
+        rewards[i, 2 * len(episode.guesses) - 1] = episode.guesses[-1] == episode.number
+        for k, guess in enumerate(episode.guesses):
+            context = contexts[episode.history(k)]
+            probability[i] *= chances[context, guess - 1]
+            pairs[i, k], real[i, k] = 3 * context + guess - 1, True
+    assert float(probability.sum()) == pytest.approx(1)
+    earned = rewards.sum(dim=1)
+    before, after = exact.expected(pairs, real, probability, earned, chances.numel())
+    values = torch.stack((before[pairs], after[pairs]), dim=2).flatten(1) * mask
+    turns = torch.tensor([True, False, True, False]).expand_as(mask) & mask
+    at = torch.tensor([0, 2]).expand(len(episodes), -1)
+    products = (scores @ scores.T)[pairs[:, :, None], pairs[:, None, :]]
+    number = torch.tensor([episode.number for episode in episodes])
+    error = torch.randn(2, chances.numel(), generator=generator) / 2
+    noisy = torch.stack((error[0][pairs - pairs % 3], error[1][pairs]), dim=2).flatten(1) * mask
+    noisy = noisy + values  # a critic errs by state
+    played = exact.Game(
+        probability, number, rewards, mask, turns, at, real, pairs, scores.float(), products,
+        noisy, values, 1.0, 1.0,
+    )  # fmt: skip
+    rows = {row["name"]: row for row in exact.measure([played], 8)["rows"]}
+    assert all(
+        rows[name]["without_noise"] == pytest.approx(1, abs=1e-4)
+        for name in rows
+        if name.startswith(("exact", "rloo")) or name.endswith("lam=1")
+    )
+    # Batches of eight: two groups of four for RLOO, eight of any number for the others.
+    draws, size = 20_000, 4
+    of_episode = torch.zeros(len(episodes), 5).double()
+    for k in range(2):
+        of_episode += scores[pairs[:, k]] * real[:, k, None]
+    true = (probability * earned) @ of_episode
+    weights = exact.ways(played)["turns lam=0.5"]
+    by_way = sum(weights[:, k, None] * scores[pairs[:, k]] for k in range(2))
+    drawn = torch.multinomial(probability, 8 * draws, replacement=True, generator=generator)
+    batches = by_way[drawn].view(draws, 8, 5).mean(dim=1)
+    cosine = (batches @ true).mean() / batches.square().sum(dim=1).mean().sqrt() / true.norm()
+    assert rows["turns lam=0.5"]["cosine"] == pytest.approx(float(cosine), rel=0.03)
+    groups = []
+    for _ in range(2):
+        which = torch.randint(3, (draws,), generator=generator) + 1
+        by_number = (number == which[:, None]) * probability
+        drawn = torch.multinomial(by_number, size, replacement=True, generator=generator)
+        others = (earned[drawn].sum(dim=1, keepdim=True) - earned[drawn]) / (size - 1)
+        groups.append(((earned[drawn] - others)[:, :, None] * of_episode[drawn]).mean(dim=1))
+    batches = torch.stack(groups).mean(dim=0)
+    cosine = (batches @ true).mean() / batches.square().sum(dim=1).mean().sqrt() / true.norm()
+    assert rows["rloo 4"]["cosine"] == pytest.approx(float(cosine), rel=0.03)

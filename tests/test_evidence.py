@@ -44,6 +44,7 @@ from evidence.results import (
     score,
 )
 from evidence.tables import MINUS, number, signed
+from evidence.turn_length import LENGTHS
 
 MAX_ARCHIVE = 400_000
 
@@ -261,6 +262,7 @@ GAIN = {
         ("evidence/prm", PROCESS_LABELS),
         ("evidence/critic-reach", REACH),
         ("evidence/gain", GAIN),
+        ("evidence/turn-length", {f"{length}-turns-80" for length in LENGTHS}),
     ],
 )
 def test_every_stage_of_the_sums_has_a_place_in_its_table(recipe, labels):

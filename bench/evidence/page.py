@@ -56,6 +56,8 @@ from evidence.results import (
     solved,
 )
 from evidence.tables import number, points, signed, table
+from evidence.turn_length import cosines as turn_cosines
+from evidence.turn_length import starts as turn_starts
 from marlhf.intervals import Floats, mean
 
 BLOCK = re.compile(r"(<!-- evidence: (.+?) -->\n).*?(<!-- end of evidence -->)", re.S)
@@ -99,6 +101,9 @@ def write_page(campaigns: Mapping[str, Results], rounds: Path, docs: Path) -> No
         "heads of critic-head": heads(campaigns["critic-head"]),
         "gains of gain": gains(gain),
         "headrooms of gain": headrooms(gain),
+        "starts of turn-length": turn_starts(campaigns["turn-length"]),
+        "cosines of turn-length": turn_cosines(campaigns["turn-length"]),
+        "exact of turn-length": turn_cosines(campaigns["turn-length"], exact=True),
         "larger of qwen": larger(qwen),
         "larger-pairs of qwen": larger_pairs(qwen),
         "all-days": all_days([campaigns[name] for name in TLDR]),

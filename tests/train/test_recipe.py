@@ -229,6 +229,7 @@ def test_every_shipped_recipe_loads(name):
     others["evidence/prm"] = ["sft", "prm", "prm"]
     others["evidence/critic-reach"] = ["sft", "ppo", "ppo"]
     others["evidence/gain"] = ["sft", "sft", "sft"]
+    others["evidence/turn-length"] = ["sft", "ppo", "sft"]
     assert kinds[:3] == others.get(name, expected)
 
 
