@@ -2,7 +2,9 @@ import signal
 
 import pytest
 
-from marlhf.runtime.stage import Interrupts, Stopped
+from marlhf.data import DataConfig, Row
+from marlhf.models.tiny import tiny_tokenizer
+from marlhf.runtime.stage import GivenObjects, Interrupts, Stopped, load_examples
 
 
 def test_the_first_ctrl_c_is_answered_at_once_and_the_second_ends(capfd):
@@ -35,3 +37,13 @@ def test_under_nohup_a_closed_terminal_means_nothing():
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_counts_say_which_rows_they_are_of(capfd):
+    rows = [Row("Why?", " So."), Row("Why? " * 40, " So.")]
+    objects = GivenObjects(train_rows=rows, eval_rows=rows)
+    data = DataConfig(max_prompt_tokens=20)
+    load_examples(data, "sft", tiny_tokenizer(), objects, name="x", needs=("prompt", "chosen"))
+    said = capfd.readouterr()
+    for part in ("train", "eval"):
+        assert f"{part}: read 2 rows, kept 1" in said.out + said.err

@@ -92,6 +92,14 @@ def test_one_stage_of_a_pipeline(write):
         load_stage(path, "ppo", name="sft")
 
 
+def test_a_stage_in_another_folder_starts_from_the_stages_of_its_recipe(write):
+    path = write(PIPELINE)
+    elsewhere = load_stage(path, "ppo", ["output_dir=runs/other"]).config
+    assert (elsewhere.output_dir, elsewhere.model) == ("runs/other", "runs/x/sft/model")
+    beside = load_stage(path, "ppo", ["output_dir=runs/y/ppo"]).config  # as `marlhf run` has it
+    assert (beside.output_dir, beside.model) == ("runs/y/ppo", "runs/y/sft/model")
+
+
 def test_a_flat_recipe_is_one_stage(write):
     path = write("model: tiny\noutput_dir: runs/a/sft\n")
     assert load_stage(path, "sft", ["seed=2"]).config.seed == 2

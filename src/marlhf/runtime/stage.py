@@ -146,11 +146,11 @@ def _encode(
     rows = [encoded.row for encoded in prompts]
     eos = tokenizer.eos_token_id
     responses: dict[str, list[list[int]]] = {}
-    for name in ("chosen", "rejected"):
-        texts = [getattr(row, name) if name in needs else None for row in rows]
+    for side in ("chosen", "rejected"):
+        texts = [getattr(row, side) if side in needs else None for row in rows]
         given = [(row.prompt, text) for row, text in zip(rows, texts) if text is not None]
         ids = iter(encode_responses(tokenizer, given, eos, max_response_tokens))
-        responses[name] = [[] if text is None else next(ids) for text in texts]
+        responses[side] = [[] if text is None else next(ids) for text in texts]
     examples = [
         Example(e.row, e.prompt_ids, *both) for e, *both in zip(prompts, *responses.values())
     ]

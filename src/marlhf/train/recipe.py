@@ -138,7 +138,7 @@ def _stages_with(
         stage["output_dir"] = str(Path(root) / name)
         keys.append(repr((name, stage)))
         if keys[-1] not in built:
-            one = _build_stage(name, stage, f"stages.{name}", problems)
+            one = _build_stage(name, stage, f"stages.{name}", problems, root)
             built |= {keys[-1]: one} if one else {}
     raise_problems(problems, path)
     return [built[key] for key in keys]
@@ -165,7 +165,11 @@ def check_stage(
         if (name, key) not in own:
             assign(stage, key, value)
     _check_references(stages, problems)
-    built = _build_stage(name, stage, f"stages.{name}", problems)
+    # Stages stand side by side, as `marlhf run` lays them out. Of one that is run in a folder of
+    # another name, those that it starts from are still in the recipe's folder.
+    folder = Path(str(stage["output_dir"]))
+    root = str(folder.parent if folder.name == name else raw.get("output_dir", "runs"))
+    built = _build_stage(name, stage, f"stages.{name}", problems, root)
     raise_problems(problems, path)
     assert built
     return built
@@ -178,7 +182,8 @@ def stage_of(
     raw, problems = {**raw, "kind": kind}, list[str]()
     for key, value in map(read_override, overrides):
         assign(raw, key, value)
-    built = _build_stage(name or kind, raw, "", problems)
+    beside = Path(str(raw.get("output_dir", "runs/stage"))).parent
+    built = _build_stage(name or kind, raw, "", problems, str(beside))
     raise_problems(problems, path)
     assert built
     return built
@@ -355,7 +360,8 @@ def _check_references(stages: dict[str, Raw], problems: list[str]) -> None:
         _map_references(stage, check)
 
 
-def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage | None:
+def _build_stage(name: str, raw: Raw, where: str, problems: list[str], root: str) -> Stage | None:
+    """`root` is the folder in which `@sft` is the stage sft."""
     raw = dict(raw)
     kind = raw.pop("kind", name)
     preset = raw.pop("preset", None)
@@ -379,10 +385,9 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage 
             none = f" {preset} is a preset of {' and '.join(kinds)} stages."
         problems.append(unknown(at(where, "preset"), str(preset), of_kind) + none)
         return None
-    root = Path(str(raw.get("output_dir", "runs/stage"))).parent
 
     def folder_of(key: str, stage: str) -> str:
-        return str(root / stage / (PAIRS if key == "data.more" else MODEL))
+        return str(Path(root) / stage / (PAIRS if key == "data.more" else MODEL))
 
     raw = _map_references(raw, folder_of)
     missing = [key for key in config_class.required(raw) if not raw.get(key)]
