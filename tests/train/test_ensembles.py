@@ -337,6 +337,18 @@ def test_margins_and_ties_come_from_the_data(tmp_path, parents):
     for wrong in ("wide", math.nan, True):
         with pytest.raises(DataError, match=r"mine\.jsonl:3: `margin` is"):
             Labels.of([example(margin=wrong)])
+    # In a CSV file all values are text.
+    read = (
+        {"margin": "0.5", "tie": "False"},
+        {"margin": "", "tie": ""},
+        {"tie": "true"},
+        {"tie": "0"},
+    )
+    labels = Labels.of([example(**columns) for columns in read])
+    assert labels.margin.tolist() == [0.5, 0, 0, 0]
+    assert labels.flipped.tolist() == [0, 0, 0.5, 0]
+    with pytest.raises(DataError, match=r"mine\.jsonl:3: `tie` is 'maybe'"):
+        Labels.of([example(tie="maybe")])
     # A tie is a cross-entropy at a half: lowest where both score alike.
     chosen = torch.tensor([0.7], requires_grad=True)
     reward_loss(chosen, torch.tensor([0.2]), label_smoothing=torch.tensor([0.5])).backward()

@@ -131,7 +131,8 @@ class Labels:
 
     @classmethod
     def of(cls, examples: Sequence[Example], label_smoothing: float = 0.0) -> Labels:
-        flipped = [0.5 if e.row.columns.get("tie") else label_smoothing for e in examples]
+        ties = [_tie(e, number) for number, e in enumerate(examples, start=1)]
+        flipped = [0.5 if tie else label_smoothing for tie in ties]
         lengths = [[len(e.chosen) for e in examples], [len(e.rejected) for e in examples]]
         margin = [_margin(e, number) for number, e in enumerate(examples, start=1)]
         return cls(*(torch.tensor(x, dtype=torch.float32) for x in (margin, flipped, lengths)))
@@ -143,15 +144,40 @@ class Labels:
 
 def _margin(example: Example, number: int) -> float:
     value = example.row.columns.get("margin")
-    if value is None:
+    if value in (None, ""):
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise DataError(
-            f"{example.row.position or f'row {number}'}: `margin` is {value!r}. It must be a "
-            "number, by which the chosen response's score should be ahead. Rename a column that "
-            "means something else."
+    try:  # in a CSV file numbers are text
+        margin = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise _bad_label(
+            example,
+            number,
+            "margin",
+            "a number, by which the chosen response's score should be ahead",
         )
-    return float(value)
+    return margin
+
+
+TIES = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+
+
+def _tie(example: Example, number: int) -> bool:
+    value = example.row.columns.get("tie")
+    if value in (None, ""):
+        return False
+    tie = TIES.get(str(value).lower())  # in a CSV file false is text, too
+    if tie is None:
+        raise _bad_label(example, number, "tie", "true where people found both alike, or false")
+    return tie
+
+
+def _bad_label(example: Example, number: int, name: str, meaning: str) -> DataError:
+    return DataError(
+        f"{example.row.position or f'row {number}'}: `{name}` is {example.row.columns[name]!r}. It "
+        f"must be {meaning}. Rename a column that means something else."
+    )
 
 
 SMALL_COVARIANCE = 1 / 32
