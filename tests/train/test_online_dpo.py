@@ -243,6 +243,19 @@ def test_the_trainer_takes_trls_judges(tmp_path):
         OnlineDPOTrainer(model="tiny")
 
 
+def test_a_judge_that_gives_something_else_than_verdicts_is_a_sentence():
+    class Judge:
+        def judge(self, prompts, completions):
+            return self.given
+
+    pairs, judge = [Pair("Why?", Response("a"), Response("b"))] * 2, Judge()
+    for judge.given, verdicts in (([1, -1], ["b", "tie"]), ([torch.tensor(0), None], ["a", None])):
+        assert online_dpo._ask_object(judge, pairs) == verdicts
+    for judge.given in ([0], [0.3, 1], [0, 2]):
+        with pytest.raises(JudgeError, match=r"Judge\.judge must return 0, 1 or -1 for each of 2"):
+            online_dpo._ask_object(judge, pairs)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -258,3 +271,8 @@ def test_the_trainer_takes_trls_judges(tmp_path):
 def test_settings_that_make_no_sense(online_config, change, message):
     with pytest.raises(ValueError, match=message):
         online_config(**change)
+
+
+def test_settings_have_names():
+    with pytest.raises(TypeError, match="OnlineDPOConfig takes settings by name, such as output"):
+        online_dpo.OnlineDPOConfig("runs/x", batch_size=2)

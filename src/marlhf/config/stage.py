@@ -173,7 +173,9 @@ class StageConfig:
     preset_kind: ClassVar[str] = ""
     """Whose presets (`marlhf.config.candidates`) recipes may give by name, as `preset:`."""
 
-    def __new__(cls: type[Config], **settings: Any) -> Config:
+    def __new__(cls: type[Config], *values: Any, **settings: Any) -> Config:
+        if values:  # the first field is not output_dir, as in TRL
+            raise TypeError(f"{cls.__name__} takes settings by name, such as output_dir='runs/x'.")
         known = {f.name for f in fields(cls)}
         hints = {name: hint_for(name, known) for name in settings if name not in known}
         refuse_unknown(cls.__name__, "setting", hints)

@@ -21,7 +21,7 @@ from torch import Tensor
 from marlhf.data import Row, decode, prompt_key
 from marlhf.data.collate import TokenRows
 from marlhf.judge.compare import PairJudge
-from marlhf.judge.pairs import Pair, Response
+from marlhf.judge.pairs import JudgeError, Pair, Response
 from marlhf.judge.verdicts import WINS, Verdict
 from marlhf.models.base import Tokenizer
 from marlhf.runtime.distributed import World
@@ -169,9 +169,16 @@ def open_judge(
 
 
 def _ask_object(judge: Any, pairs: Sequence[Pair]) -> list[Verdict | None]:
-    better = judge.judge([p.prompt for p in pairs], [[p.a.text, p.b.text] for p in pairs])
-    names: dict[int, Verdict] = {0: "a", 1: "b"}
-    return [names.get(int(number), "tie") for number in better]
+    """Its verdicts; none where it gave None."""
+    better = list(judge.judge([p.prompt for p in pairs], [[p.a.text, p.b.text] for p in pairs]))
+    names: dict[float | None, Verdict | None] = {0: "a", 1: "b", -1: "tie", None: None}
+    numbers = [None if number is None else float(number) for number in better]
+    if len(numbers) != len(pairs) or not names.keys() >= set(numbers):
+        raise JudgeError(
+            f"{type(judge).__name__}.judge must return 0, 1 or -1 for each of {len(pairs)} pairs: "
+            f"the number of the better response, or neither. It returned {better!r:.100}."
+        )
+    return [names[number] for number in numbers]
 
 
 class JudgeScores:
