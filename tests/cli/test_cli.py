@@ -94,6 +94,8 @@ def test_segment_by_perplexity_asks_the_model(marlhf):
         (["config", "pop"], "Did you mean ppo"),
         (["ppo", "nowhere"], "There is no recipe 'nowhere'"),
         (["sft", "toy", "learnign_rate=1"], "Did you mean learning_rate"),
+        (["doctor", "--gpu", "24"], "give a recipe, or --model NAME"),
+        (["doctor", "toy", "--train", "lora"], "--train goes with --model"),
         (["report", "nowhere"], "nowhere"),
         (["report", "{}/run/toyy"], "Did you mean {}/run/toy?"),
         (["evaluate", "{}/run/toyy"], "Did you mean {}/run/toy?"),

@@ -17,6 +17,7 @@ import typer
 
 from marlhf._version import __version__
 from marlhf.cli.app import Overrides, StageName, app, read_segmenter
+from marlhf.errors import SettingError
 from marlhf.train.stages import STAGES
 
 NEEDED = ("torch", "transformers", "accelerate", "safetensors", "pydantic", "rich", "typer")
@@ -167,7 +168,11 @@ def doctor(
     ] = None,
 ) -> None:
     """Show versions, devices and installed extras; or what a recipe or model takes of a GPU."""
+    if model is None and train != "full":
+        raise SettingError("--train goes with --model. In a recipe set `lora` of its stages.")
     if recipe is None and model is None:
+        if gpu is not None:
+            raise SettingError("--gpu asks what fits: give a recipe, or --model NAME.")
         for line in _examine():
             typer.echo(line)
         return
