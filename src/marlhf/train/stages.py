@@ -7,6 +7,7 @@ when it is about to run.
 
 from __future__ import annotations
 
+import importlib
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -46,15 +47,8 @@ class Method:
 
 
 def _loop(file: str, **options: str) -> Callable[[], Loop]:
-    """What imports the loop of a file, and torch with it."""
-
-    def load() -> Loop:
-        from marlhf import train
-        from marlhf.train import dpo, label, online_dpo, ppo, prm, reward, rloo, sft  # noqa: F401
-
-        return partial(getattr(train, file).train, **options)
-
-    return load
+    """What imports the loop of a file of this folder, and torch with it."""
+    return lambda: partial(importlib.import_module(f"marlhf.train.{file}").train, **options)
 
 
 METHODS = {
