@@ -92,8 +92,7 @@ def test_ipo_by_hand():
     """Margins of 2 and -1 nats; with beta 0.5 the target is 1: (1 + 4) / 2."""
     logprobs, ref = torch.tensor([[-2.0, -6.0], [-7.0, -4.0]]), torch.zeros(2, 2)
     ref = torch.tensor([[-5.0, -5.0], [-8.0, -4.0]])
-    config = online_dpo.OnlineDPOConfig(model="tiny", loss_type="ipo", beta=0.5)
-    found = online_dpo.preference_loss(logprobs, ref, 2, config)
+    found = online_dpo.preference_loss(logprobs, ref, 2, beta=0.5, loss_type="ipo")
     torch.testing.assert_close(found, torch.tensor(2.5))
 
 
