@@ -25,7 +25,7 @@ def gains(results: Results) -> str:
     """Every start and method: before and after, sampled and greedy, and the curve over RLOO."""
     rows: list[list[str]] = []
     for start, label in GAIN_STARTS.items():
-        greedy = greedy_scores(results, f"{start}-sft")
+        greedy, first_cell = greedy_scores(results, f"{start}-sft"), label
         for method, name in GAIN_METHODS.items():
             full = f"{start}-{method}"
             if (full, "") not in results.runs:
@@ -35,18 +35,27 @@ def gains(results: Results) -> str:
             over = over_rloo(results, start, method)
             rows.append(
                 [
-                    label if method == "tokens-95" else "",
+                    first_cell,
                     name,
                     *shares,
                     f"{mean(greedy):.1%} to {mean(greedy_after):.1%}",
                     "" if over is None else over.text(points),
+                    "" if method == "rloo" else number(explained(results, full)),
                     number(results.mean(kl, full, "", LAST), 1),
                     number(results.mean(length, full, "", LAST), 0),
                     number(results.seconds_per_step(full, ""), 1),
                 ]
             )
-    head = ["before", "after 10", "after 30", "greedy", "curve over RLOO", "KL", "tokens", "s/step"]
+            first_cell = ""
+    head = ["before", "after 10", "after 30", "greedy", "curve over RLOO"]
+    head += ["critic explains", "KL", "tokens", "s/step"]
     return table(["reward, and start", "credit", *head], rows)
+
+
+def explained(results: Results, name: str) -> float:
+    """The share of returns' variance that the critic explains: median of the last ten steps."""
+    curves = (run.curve("rl/explained_variance") for run in results.runs[name, ""])
+    return median(value for curve in curves for step, _, value in curve if step > LAST - 10)
 
 
 def headrooms(results: Results) -> str:
