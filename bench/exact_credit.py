@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from evidence.data import thinking
 from torch import Tensor
 
 from marlhf.core import Segments, macro_gae
@@ -74,7 +75,7 @@ class Model:
 
     def __init__(self, state: RunState, name: int, letters: int) -> None:
         self.tokenizer = state.models.tokenizer
-        self.thinking = "".join(chr(97 + i % 26) for i in range(letters))
+        self.thinking = thinking(letters)
         self.opening = game.opening(name)
         self.letters = letters
         self.policy: Any = state.models.policy

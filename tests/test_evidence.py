@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 
 from marlhf.data import DataConfig, load_data
+from marlhf.data.guess import read_guess
 from marlhf.data.sums import right_lines
+from marlhf.models.tiny import tiny_tokenizer
+from marlhf.runs.atomic import read_jsonl
 from marlhf.runs.read import Evaluation, Run
 from marlhf.train.recipe import load_recipe
 
@@ -22,7 +25,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import evidence_data
 import evidence_pack
 import evidence_report
-from evidence.data import SLIPS, prepare
+from evidence.data import SLIPS, prepare, thinking
 from evidence.results import (
     COARSE_LABELS,
     FAST_LABELS,
@@ -318,3 +321,21 @@ def test_every_table_of_numbers_is_of_an_archive():
         named |= set(re.findall(r"<!-- evidence: [\w-]+ of ([\w-]+) -->", page))
     assert named == archives
     assert all(file.stat().st_size < MAX_ARCHIVE for file in folder.glob("*.xz"))
+
+
+def test_thinking_makes_turns_longer_and_nothing_else(tmp_path):
+    prepare("guess", [], tmp_path)
+    short, long = (read_jsonl(tmp_path / f"think-{n}.jsonl").rows for n in (0, 40))
+    tokenizer, thoughts = tiny_tokenizer(), thinking(40)
+    assert thoughts[:27] == "abcdefghijklmnopqrstuvwxyza"
+    for plain, thoughtful in zip(short[:64], long[:64], strict=True):
+        assert plain["number"] == thoughtful["number"]
+        said = (plain["prompt"] + plain["chosen"], thoughtful["prompt"] + thoughtful["chosen"])
+        for before, after in zip(*said, strict=True):
+            own = before["role"] == "assistant"
+            assert after["content"] == (thoughts if own else "") + before["content"]
+            if not own:
+                continue
+            sizes = [len(tokenizer(each["content"])["input_ids"]) for each in (before, after)]
+            assert sizes[1] == sizes[0] + 40
+            assert read_guess(after["content"]) == read_guess(before["content"])

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 from marlhf.data import DataConfig, Row, load_data, read_hub, read_records, split_rows
@@ -115,10 +116,23 @@ def _sums(slip: float) -> Records:
     return [({"prompt": row.prompt, "chosen": row.chosen}, prompt_key(row)) for row in rows]
 
 
+def thinking(letters: int) -> str:
+    """So many letters in alphabetical order: each is a token of the tiny tokenizer."""
+    return "".join(ascii_lowercase[i % len(ascii_lowercase)] for i in range(letters))
+
+
 def _guess(letters: int) -> Records:
-    rows = guess_rows(think=letters)
-    records = [{"prompt": row.prompt, "chosen": row.chosen, **row.columns} for row in rows]
-    return [(record, prompt_key(row)) for record, row in zip(records, rows, strict=True)]
+    """Demonstrations with letters before each number; the game ignores them."""
+    before = {"user": "", "assistant": thinking(letters)}
+
+    def said(messages: Any) -> list[dict[str, str]]:
+        return [each | {"content": before[each["role"]] + each["content"]} for each in messages]
+
+    records: Records = []
+    for row in guess_rows():
+        record = {"prompt": said(row.prompt), "chosen": said(row.chosen), **row.columns}
+        records.append((record, prompt_key(row)))
+    return records
 
 
 def _mbpp(files: Sequence[str], limit: int | None) -> dict[str, Records]:

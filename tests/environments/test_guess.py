@@ -5,8 +5,6 @@ import json
 
 from marlhf.data import DataConfig, load_data
 from marlhf.data.guess import NUMBERS, TURNS, answer, narrow, read_guess, rows
-from marlhf.environments.games import Guess
-from marlhf.models.tiny import tiny_tokenizer
 
 
 def test_every_process_and_python_writes_the_same_rows():
@@ -31,26 +29,6 @@ def test_games_follow_the_rules_and_the_player_mostly_heeds_them():
         if said:
             heeded, total = heeded + (low <= guess <= high), total + 1
     assert 0.8 < heeded / total < 0.9
-
-
-def test_thinking_makes_turns_longer_and_nothing_else():
-    tokenizer = tiny_tokenizer()
-    for plain, long in zip(rows(64), rows(64, think=40), strict=True):
-        assert long.columns == plain.columns
-        for before, after in zip(plain.prompt + plain.chosen, long.prompt + long.chosen):
-            text, thought = before["content"], after["content"]
-            if before["role"] == "user":
-                assert text == thought
-                continue
-            assert thought.endswith(text)
-            assert thought[:27] == "abcdefghijklmnopqrstuvwxyza"
-            assert len(tokenizer(thought)["input_ids"]) == 40 + len(tokenizer(text)["input_ids"])
-            answers = []
-            for reply in (text, thought):
-                game = Guess()
-                game.reset(plain, seed=0)
-                answers.append(game.step(reply))
-            assert answers[0] == answers[1]
 
 
 def test_no_game_is_in_two_stages():

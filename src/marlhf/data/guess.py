@@ -14,20 +14,12 @@ within `TURNS` turns about every other time, a tiny model that imitates it about
 and halving what is left in seven games of nine.
 
 The game's name makes prompts differ, so that no game is in two stages; it says nothing.
-
-With `think` the player writes so many letters before each number, in alphabetical order. The game
-ignores them. The tiny tokenizer has one token per letter.
-
->>> rows(1, think=4)[0].chosen
-[{'role': 'assistant', 'content': 'abcd1'}]
 """
 
 from __future__ import annotations
 
 import random
 import re
-from dataclasses import replace
-from string import ascii_lowercase
 
 from marlhf.data.rows import Message, Row, Source
 
@@ -41,17 +33,14 @@ CLUMSY = 0.3
 GUESS = re.compile(r"\d{1,9}", re.A)
 
 
-def rows(num_rows: int = 8000, seed: int = 0, think: int = 0) -> list[Row]:
-    """Games with different names; the same for the same seed, fewer the first of more.
-
-    `think` letters stand before each number.
-    """
+def rows(num_rows: int = 8000, seed: int = 0) -> list[Row]:
+    """Games with different names; the same for the same seed, fewer the first of more."""
     rng = random.Random(f"guess {seed}")
     games: dict[int, Row] = {}
     while len(games) < min(num_rows, GAMES):
         name = _below(rng, GAMES)
         if name not in games:
-            games[name] = _with_thinking(_row(name, rng), think)
+            games[name] = _row(name, rng)
     return [*games.values()]
 
 
@@ -97,19 +86,6 @@ def _row(name: int, rng: random.Random) -> Row:
         guess = _clumsy_guess(low, high, rng)
     chosen: list[Message] = [{"role": "assistant", "content": str(guess)}]
     return Row(game, chosen=chosen, columns={"game": name, "number": number})
-
-
-def _with_thinking(game: Row, letters: int) -> Row:
-    thinking = "".join(ascii_lowercase[i % len(ascii_lowercase)] for i in range(letters))
-
-    def thoughtful(message: Message) -> Message:
-        own = message["role"] == "assistant"
-        return {**message, "content": thinking + message["content"]} if own else message
-
-    assert not isinstance(game.prompt, str)
-    assert isinstance(game.chosen, list)
-    chosen = [thoughtful(message) for message in game.chosen]
-    return replace(game, prompt=[thoughtful(message) for message in game.prompt], chosen=chosen)
 
 
 def _clumsy_guess(low: int, high: int, rng: random.Random) -> int:

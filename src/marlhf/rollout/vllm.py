@@ -274,14 +274,15 @@ class VLLMEngine(VLLM):
             "load_format": "dummy",
             "dtype": str(self._dtype(policy)).removeprefix("torch."),
             "enforce_eager": policy.device.type == "cpu",  # compiling there takes minutes
-            # vLLM rewinds the generator of a prompt that it reads in parts, which no CPU's can.
-            "enable_chunked_prefill": False if policy.device.type == "cpu" else None,
             "skip_tokenizer_init": True,
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature
             "gpu_memory_utilization": memory,
             "max_model_len": -1,  # as long as the model's positions and the memory allow
             "disable_log_stats": True,
         }
+        if policy.device.type == "cpu":
+            # vLLM rewinds the generator of a prompt that it reads in parts, which no CPU's can.
+            settings["enable_chunked_prefill"] = False
         # vLLM seeds torch's generators; training keeps its own random state.
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices), tempfile.TemporaryDirectory() as folder:

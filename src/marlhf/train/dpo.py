@@ -84,7 +84,7 @@ def train(config: DPOConfig, run: OpenRun) -> Path:
                 ["dpo/loss", "the policy's log-probs"],
             )
             numbers = implicit_rewards(logprobs, ref, config.beta) | numbers
-            metrics = {"dpo/loss": float(loss)} | {f"dpo/{k}": x for k, x in numbers.items()}
+            metrics = {f"dpo/{k}": float(x) for k, x in {"loss": loss, **numbers}.items()}
             loop.log(metrics, show=("dpo/loss", "dpo/accuracy"))
         root = run.folder.path.parent
         return dpo.close(f"marlhf report {root} -o {root / 'report.html'}")
@@ -123,7 +123,7 @@ def evaluate(
     check_finite([("the held-out log-probs", logprobs)])
     found = implicit_rewards(logprobs, ref_logprobs, beta)
     loss = float(loss_of(logprobs, ref_logprobs, len(rows)))
-    return {"eval/loss": loss} | {f"eval/{k}": found[k] for k in ("accuracy", "margin")}
+    return {"eval/loss": loss} | {f"eval/{k}": float(found[k]) for k in ("accuracy", "margin")}
 
 
 def preference_loss(
@@ -143,7 +143,7 @@ def preference_loss(
     return dpo_loss(*sides, beta=beta, label_smoothing=label_smoothing, num_pairs=num_pairs)
 
 
-def implicit_rewards(logprobs: Tensor, ref_logprobs: Tensor, beta: float) -> dict[str, float]:
+def implicit_rewards(logprobs: Tensor, ref_logprobs: Tensor, beta: float) -> dict[str, Tensor]:
     """How the rewards that a policy stands for order pairs, [2, B]: chosen, then rejected.
 
     A margin within rounding is a tie. Before the first step margins are nothing else, which is no
@@ -151,11 +151,12 @@ def implicit_rewards(logprobs: Tensor, ref_logprobs: Tensor, beta: float) -> dic
     """
     chosen, rejected = beta * (logprobs - ref_logprobs)
     margins = chosen - rejected
+    ranked = accuracy(torch.where(margins.abs() < beta * ROUNDING, 0.0, margins))
     return {
-        "accuracy": accuracy(torch.where(margins.abs() < beta * ROUNDING, 0.0, margins)),
-        "margin": float(margins.mean()),
-        "chosen_reward": float(chosen.mean()),
-        "rejected_reward": float(rejected.mean()),
+        "accuracy": torch.tensor(ranked, device=margins.device),
+        "margin": margins.mean(),
+        "chosen_reward": chosen.mean(),
+        "rejected_reward": rejected.mean(),
     }
 
 

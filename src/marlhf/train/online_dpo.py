@@ -123,7 +123,7 @@ def backward(
     loss, gap = world.sum(torch.stack([loss, gap])).unbind()
     logprobs = world.sum(logprobs)
     found = implicit_rewards(logprobs, ref_logprobs, config.beta)
-    metrics = {f"dpo/{k}": torch.tensor(x, device=world.device) for k, x in found.items()}
+    metrics = {f"dpo/{k}": x for k, x in found.items()}
     return {"rl/policy_loss": loss, "rl/logprob_gap": gap} | metrics
 
 
