@@ -67,6 +67,7 @@ def _end(
         learning_rate=args.learning_rate,
         max_response_tokens=192,
         eval_every=max(20, args.steps // 2),
+        token_budget=16384,
         compile=False,  # takes longer than it saves with so few steps
         save_every=0,
     )

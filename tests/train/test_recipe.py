@@ -230,7 +230,7 @@ def test_every_shipped_recipe_loads(name):
     expected = ["sft", "ppo", "ppo"] if code else ["sft", "reward", "ppo"]
     others = {"sums": ["sft", "ppo", "rloo"], "evidence/qwen": ["ppo", "rloo", "ppo"]}
     others |= {"evidence/critic": ["sft", "ppo"], "guess": ["sft", "ppo"]}
-    others["evidence/qwen-turns"] = ["ppo", "rloo", "rloo"]
+    others["evidence/qwen-turns"] = ["ppo", "ppo", "rloo"]
     others["evidence/qwen-methods"] = ["rloo", "ppo", "ppo"]
     others |= {f"qwen3-{x}/gsm8k": others["sums"] for x in ("0.6b", "1.7b", "4b-lora", "8b-qlora")}
     others["evidence/ensembles-tldr"] = ["sft", "reward", "ppo"]
