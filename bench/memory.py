@@ -7,8 +7,8 @@
 
 A line per setting as it finishes: samples per second, share of the hardware's limit, peak memory,
 predicted memory and their ratio. Random weights, one PPO epoch, the fewest steps that tell: peaks
-are those of the steps after the warm-up. With `--card` this process takes the rest of the GPU, and
-caches have the size they have on such a card.
+are those of the steps after the warm-up. With `--card` a process gets no more than that card has,
+and caches have the size they have on it.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ SETTINGS = {
     "i": Setting("8B, QLoRA, checkpointing", "llama-8b-qlora", {"checkpointing": True}, 1),
 }
 """In the order in which they matter."""
+CUDA_CONTEXT = 0.6e9
+"""What CUDA takes of a card before anything of ours."""
 COLUMNS = ("samples/s", "of limit", "peak GiB", "predicted", "ratio", "step s", "all s")
 
 
@@ -67,7 +69,6 @@ def main() -> None:
     if args.one:
         print(json.dumps(measure(SETTINGS[args.one], args.tiny, args.card)))
         return
-    rest = [] if args.card is None or args.tiny else [rest_of_gpu(args.card)]
     begun = time.perf_counter()
     print(f"{'':31}" + "".join(f"{name:>11}" for name in COLUMNS), flush=True)
     for key in args.settings.split(","):
@@ -75,13 +76,6 @@ def main() -> None:
             print(f"{key}  {SETTINGS[key].name:28}not begun: out of time", flush=True)
             continue
         print(f"{key}  {SETTINGS[key].name:28}" + in_a_process(key, args), flush=True)
-    del rest
-
-
-def rest_of_gpu(card: float) -> torch.Tensor:
-    """All of the GPU's free memory but as much as a card of so many GB has."""
-    free, _ = torch.cuda.mem_get_info()
-    return torch.empty(max(0, int(free - card * 1e9)), dtype=torch.uint8, device="cuda")
 
 
 def in_a_process(key: str, args: argparse.Namespace) -> str:
@@ -107,6 +101,9 @@ def measure(setting: Setting, tiny: bool, card: float | None) -> dict[str, float
     """Build the models, take some steps, and measure the last ones."""
     if card is not None:  # the GPU's own size is all that tells it from such a card
         native.total_memory = ppo_step.total_memory = lambda _: int(card * 1e9)
+    if card is not None and not tiny:
+        of_gpu = (card * 1e9 - CUDA_CONTEXT) / torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(of_gpu)
     shape = ppo_step.SHAPES[setting.shape]
     if tiny:
         small = ppo_step.SHAPES["tiny"]

@@ -31,6 +31,7 @@ from evidence.predicted import (
     reach_correlation,
     read_measured,
 )
+from evidence.qwen_turns import runs as qwen_turns
 from evidence.results import (
     BETA,
     COARSE_LABELS,
@@ -104,6 +105,7 @@ def write_page(campaigns: Mapping[str, Results], rounds: Path, docs: Path) -> No
         "starts of turn-length": turn_starts(campaigns["turn-length"]),
         "cosines of turn-length": turn_cosines(campaigns["turn-length"]),
         "exact of turn-length": turn_cosines(campaigns["turn-length"], exact=True),
+        "runs of qwen-turns": qwen_turns(campaigns["qwen-turns"]),
         "larger of qwen": larger(qwen),
         "larger-pairs of qwen": larger_pairs(qwen),
         "all-days": all_days([campaigns[name] for name in TLDR]),

@@ -1,13 +1,14 @@
 """Tools in TRL's forms: what a GRPO script has runs unchanged."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
 from conversations import chatml_tokenizer, play
 from marlhf.data import Row
 from marlhf.environments import ChatTokens, ConversationError, Conversations, environment_from
-from marlhf.environments.tools import Toolbox, ToolCall, read_calls, read_hermes
+from marlhf.environments.tools import Toolbox, ToolCall, read_calls, read_fenced, read_hermes
 
 TOKENIZER = chatml_tokenizer()
 END = TOKENIZER.eos_token
@@ -217,6 +218,36 @@ def test_calls_in_the_form_of_hermes():
     assert read_hermes(broken) == [ToolCall("f", {"a": "x = 1\nprint(x)"})]
     [bad] = read_hermes("<tool_call>{{name}}</tool_call>")
     assert "it is not JSON" in bad.fault
+
+
+def test_calls_in_code_blocks_are_read():
+    """Qwen2.5-Coder writes them so, with line breaks inside texts and text around the block."""
+    call = '{"name": "f", "arguments": {"code": "x = 1\nprint(x)"}}'
+    expected = [ToolCall("f", {"code": "x = 1\nprint(x)"})]
+    for start in ("```json", "```", "```python "):
+        assert read_fenced(f"First:\n{start}\n{call}\n```\nThen #### 1", ["f", "g"]) == expected
+    assert len(read_fenced(f"```\n{call}\n```\n\n```\n{call}\n```", ["f"])) == 2
+    [bad] = read_fenced(f"```json\n{call[:-1]}\n```", ["f"])
+    assert "not JSON" in bad.fault
+    for other in (
+        f"```\n{call}",
+        call,
+        f"```\n[{call}]\n```",
+        "```\n{'name': 'f'}\n```",
+        "```\n```",
+    ):
+        assert read_fenced(other, ["f"]) == []
+    assert read_fenced(f"```\n{call}\n```", ["g"]) == []
+
+
+def test_tags_come_before_code_blocks():
+    """A block beside a tagged call is text, and one alone is a call."""
+    block = '```\n{"name": "f", "arguments": {"a": 2}}\n```'
+    tagged = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    schemas = [{"type": "function", "function": {"name": "f"}}]
+    for text, value in ((tagged + block, 1), (block, 2)):
+        tokenizer = SimpleNamespace(decode=lambda _, text=text: text)
+        assert read_calls(tokenizer, [], [], schemas) == [ToolCall("f", {"a": value})]
 
 
 def test_what_is_no_tool_and_no_environment_gets_a_sentence():

@@ -1,4 +1,5 @@
 import json
+import os
 import time
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from marlhf.models.base import ModelError
+from marlhf.models.base import ALLOCATOR_SETTINGS, ModelError, pick_device
 from marlhf.models.facts import locate, model_facts, same_tokenizer
 from marlhf.models.forward import Sequences, final_scores, token_stats
 from marlhf.models.load import (
@@ -383,3 +384,18 @@ def test_weights_that_are_no_numbers_are_named(tmp_path, small, load, value):
         load(str(tmp_path))
     with pytest.raises(ModelError, match=f"The Llama.* given has weights .*{sentence}"):
         load(model)
+
+
+@pytest.mark.parametrize("given", [None, *ALLOCATOR_SETTINGS])
+def test_the_allocator_wastes_no_blocks_unless_the_user_has_set_it(monkeypatch, given):
+    for name in ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    if given:
+        monkeypatch.setenv(given, "max_split_size_mb:64")
+    assert pick_device("cpu") == torch.device("cpu")
+    found = {name: os.environ.get(name) for name in ALLOCATOR_SETTINGS}
+    if given:
+        assert found == dict.fromkeys(ALLOCATOR_SETTINGS) | {given: "max_split_size_mb:64"}
+    else:
+        assert found[ALLOCATOR_SETTINGS[0]] == "expandable_segments:True"
+        monkeypatch.setenv(ALLOCATOR_SETTINGS[0], "")  # so that monkeypatch takes it away again

@@ -69,8 +69,8 @@ def test_ppo_halves_its_passes_and_learns_the_same(ppo_config, limit_passes, cap
     whole, limited = (read_lines(ppo_config(name).output_dir) for name in ("whole", "limited"))
     assert_close(whole, limited, 1e-4)
     words = " ".join(capfd.readouterr().err.split())
-    assert "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB. From here" in words
-    assert "changes no result. Set token_budget so for the next run." in words
+    assert "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB. For now a pass" in words
+    assert "changes no result. Where no other program takes memory, set token_budget so." in words
 
 
 @pytest.mark.parametrize("kind", ["sft", "reward", "dpo", "rloo"])
@@ -129,6 +129,41 @@ def test_gradients_of_a_failed_pass_are_dropped():
     assert tries == [1, 2, 4]
     assert layer.weight.grad is not None
     assert float(layer.weight.grad) == 1.0
+
+
+def test_passes_grow_again_once_another_program_has_left():
+    """Eight rows fit, but while somebody else has the memory only two do."""
+    world = World(torch.device("cpu"))
+    fits, sizes = 8, []
+
+    def compute() -> None:
+        sizes.append(max(len(micro.rows) for micro in world.batches([5] * 8, 40)))
+        if sizes[-1] > fits:
+            raise torch.OutOfMemoryError("")
+
+    fits = 2
+    fit_memory(world, compute)
+    assert sizes == [8, 4, 2]
+    fits = 8
+    for _ in range(3 * 32):
+        fit_memory(world, compute)
+    assert sizes[3:36] == [2] * 31 + [4] * 2
+    assert sizes[-1] == 8
+    assert world.pass_limit.tokens is None
+
+
+def test_a_small_gpu_is_asked_for_larger_passes_less_and_less_often():
+    world, sizes = World(torch.device("cpu")), []
+
+    def compute() -> None:
+        sizes.append(max(len(micro.rows) for micro in world.batches([5] * 8, 40)))
+        if sizes[-1] > 4:
+            raise torch.OutOfMemoryError("")
+
+    for _ in range(1000):
+        fit_memory(world, compute)
+    tries = [i for i, size in enumerate(sizes) if size == 8]
+    assert len(tries) == 6  # the first, and after 32, 64, 128, 256 and 512 computations
 
 
 class FakeGPU:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.S)
 """How Hermes, Qwen and many others write a call."""
+FENCE = re.compile(r"```\w*\s*?\n(.*?)```", re.S)
 UNREADABLE = "unreadable"
 """The name of a tool in the result of a call that has none."""
 NOT_TOOLS = ("reset", "get_reward", "close")
@@ -54,7 +55,8 @@ def read_calls(
 ) -> list[ToolCall]:
     """The calls in a turn, as the tokenizer's own response template reads them, if it has one."""
     if not _has_response_template(tokenizer):
-        return read_hermes(cast(str, tokenizer.decode(list(turn))))
+        text = cast(str, tokenizer.decode(list(turn)))
+        return read_hermes(text) or read_fenced(text, [s["function"]["name"] for s in schemas])
     # Which of these the parser takes depends on the version of transformers.
     options = {"prefix": list(prompt), "tools": list(schemas)}
     taken = inspect.signature(tokenizer.parse_response).parameters
@@ -74,6 +76,27 @@ def read_hermes(text: str) -> list[ToolCall]:
     for written, end in HERMES.findall(text):
         try:
             calls.append(_to_call(_read_json(written)) if end else _unreadable("it is cut off"))
+        except (ValueError, RecursionError) as error:
+            calls.append(_unreadable(f"it is not JSON: {error}"))
+    return calls
+
+
+def read_fenced(text: str, tools: Sequence[str]) -> list[ToolCall]:
+    """The calls in a text's code blocks, where some models put them whatever the template says.
+
+    Qwen2.5-Coder nearly always does. Other blocks are not calls, such as one that begins with a
+    brace and names none of the tools.
+
+    >>> read_fenced('```json\\n{"name": "add", "arguments": {"a": 1}}\\n```', ["add"])
+    [ToolCall(name='add', arguments={'a': 1}, fault='')]
+    """
+    calls: list[ToolCall] = []
+    for block in FENCE.findall(text):
+        named = re.match(r"\s*\{+\s*\"name\":\s*\"(\w+)\"", block)
+        if named is None or named[1] not in tools:
+            continue
+        try:
+            calls.append(_to_call(_read_json(block)))
         except (ValueError, RecursionError) as error:
             calls.append(_unreadable(f"it is not JSON: {error}"))
     return calls

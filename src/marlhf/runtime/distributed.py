@@ -67,12 +67,34 @@ class PassLimit:
     most_tokens: int = 0
     """Of the micro-batches that were cut last: how many, and the largest."""
 
+    halved: int = 0
+    """How often `tokens` was halved and not doubled again."""
+    before: int | None = None
+    """`tokens` before the first time."""
+    patience: int = 32
+    """Computations without a fault before larger passes are tried; twice as many after each try
+    that failed, so that a GPU too small for them is seldom asked again."""
+    calm: int = 0
+    tried: bool = False
+
     def lower(self) -> bool:
         """Halve the largest pass; False where each has a single row already."""
         if self.most_rows < 2:
             return False
+        if self.tried:
+            self.patience *= 2
+        if not self.halved:
+            self.before = self.tokens
         self.tokens = self.most_tokens // 2
+        self.halved, self.calm, self.tried = self.halved + 1, 0, False
         return True
+
+    def rise(self) -> None:
+        """Double the passes after a while: another program may have had the memory."""
+        self.calm += 1
+        if self.halved and self.calm >= self.patience:
+            self.halved, self.calm, self.tried = self.halved - 1, 0, True
+            self.tokens = 2 * (self.tokens or 0) if self.halved else self.before
 
 
 @dataclass(frozen=True)

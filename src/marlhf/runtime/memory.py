@@ -45,8 +45,8 @@ class OutOfMemory(MarlhfError, RuntimeError):
 def fit_memory(world: World, compute: Callable[[], T], *trained: nn.Module) -> T:
     """The result of `compute`, which cuts its micro-batches by `world.batches`.
 
-    Where memory runs out it is repeated with passes of half as many tokens at most, which holds
-    for the rest of the run. Gradients that the failed pass left in `trained` are dropped, those
+    Where memory runs out it is repeated with passes of half as many tokens at most, and larger ones
+    are tried again later. Gradients that the failed pass left in `trained` are dropped, those
     from before it stay. With several processes the others would wait for this one, so the error is
     raised as it is.
     """
@@ -54,7 +54,9 @@ def fit_memory(world: World, compute: Callable[[], T], *trained: nn.Module) -> T
     while True:
         try:
             with _watched(world):
-                return compute()
+                result = compute()
+            world.pass_limit.rise()
+            return result
         except torch.OutOfMemoryError as error:
             if world.size > 1 or not world.pass_limit.lower():
                 raise
@@ -65,8 +67,8 @@ def fit_memory(world: World, compute: Callable[[], T], *trained: nn.Module) -> T
         gc.collect()  # what the failed pass left in cycles of references
         torch.cuda.empty_cache()  # does nothing where there is no GPU
         warn(
-            f"out of memory. {asked} From here on a pass has at most {world.pass_limit.tokens} "
-            "tokens, which changes no result. Set token_budget so for the next run."
+            f"out of memory. {asked} For now a pass has at most {world.pass_limit.tokens} tokens, "
+            "which changes no result. Where no other program takes memory, set token_budget so."
         )
 
 
