@@ -5,13 +5,14 @@ import math
 import re
 import shlex
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 import typer
 import yaml
+from safetensors.torch import load_file, save_file
 
 from marlhf.cli import app
 from marlhf.evaluate import score
@@ -57,6 +58,20 @@ def test_kl_is_the_policys_logprob_less_the_references(finished):
             places = range(len(prompt) - 1, len(prompt) + len(ids) - 1)
             sums.append(sum(float(logprobs[i, t].detach()) for i, t in zip(places, ids)))
         assert line["kl"] == pytest.approx(sums[0] - sums[1], abs=1e-3)
+
+
+def test_a_reference_with_another_tokenizer_is_refused_before_sampling(
+    finished, tmp_path, monkeypatch, trained
+):
+    shutil.copytree(finished / "sft/model", tmp_path / "other")
+    shutil.copytree(finished / "ppo", tmp_path / "ppo")
+    trained("byte-level").save_pretrained(tmp_path / "other")
+    weights = load_file(tmp_path / "other/model.safetensors")
+    save_file({k: v + 1 for k, v in weights.items()}, tmp_path / "other/model.safetensors")
+    monkeypatch.setattr(SamplingTask, "sample", None)
+    options = replace(FEW, reference=str(tmp_path / "other"))
+    with pytest.raises(EvaluationError, match=r"tokenizer of the reference .*other is not that of"):
+        evaluate([tmp_path / "ppo"], options)
 
 
 def test_a_second_call_samples_nothing_and_more_prompts_only_add(finished, monkeypatch):

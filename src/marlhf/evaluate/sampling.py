@@ -140,6 +140,13 @@ class SamplingTask:
         self.prompts = load_prompts(self.policy, self.plan, self.tokenizer, self.options.prompts)
         if self.conversations is not None:
             self.conversations.check(self.prompts[0].row)
+        if (path := self._other_model) is not None:
+            own = load_tokenizer(path, trust_remote_code=remote)
+            if not same_tokenizer(own, self.tokenizer):
+                raise EvaluationError(
+                    f"The tokenizer of the reference {path} is not that of {self.policy.model}, so "
+                    "there is no KL between them. Give another --reference, or --reference none."
+                )
 
     @cached_property
     def rewards(self) -> list[RewardSource]:
@@ -169,18 +176,18 @@ class SamplingTask:
         return NativeEngine(model, ends, pad, precision=self.plan.precision)
 
     @cached_property
+    def _other_model(self) -> str | None:
+        """The reference, where it is not the policy itself."""
+        path = self.plan.reference
+        same = path is None or weights_digest(path) == weights_digest(self.policy.model)
+        return None if same else path
+
+    @cached_property
     def reference(self) -> Model | None:
         """What KL is measured to; None where it is the policy itself, or there is none."""
-        path = self.plan.reference
-        if path is None or weights_digest(path) == weights_digest(self.policy.model):
+        if (path := self._other_model) is None:
             return None
         remote = self.plan.trust_remote_code
-        own = load_tokenizer(path, trust_remote_code=remote)
-        if not same_tokenizer(own, self.tokenizer):
-            raise EvaluationError(
-                f"The tokenizer of the reference {path} is not that of {self.policy.model}, so "
-                "there is no KL between them. Give another --reference, or --reference none."
-            )
         model = load_policy(path, seed=self.plan.reference_seed, trust_remote_code=remote)
         return model.requires_grad_(False).to(self.device).eval()
 
