@@ -69,7 +69,7 @@ def test_ppo_halves_its_passes_and_learns_the_same(ppo_config, limit_passes, cap
     whole, limited = (read_lines(ppo_config(name).output_dir) for name in ("whole", "limited"))
     assert_close(whole, limited, 1e-4)
     words = " ".join(capfd.readouterr().err.split())
-    assert "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB. For now a pass" in words
+    assert "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB. For now" in words
     assert "changes no result. Where no other program takes memory, set token_budget so." in words
 
 
