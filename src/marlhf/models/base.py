@@ -27,7 +27,8 @@ Head = Literal["language", "scalar"]
 
 
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""torch's names for them, the second from 2.9 on."""
+"""torch's names for them, read as CUDA starts. From 2.9 on it knows both, and warns of the first
+where that stands alone."""
 
 
 class ModelError(MarlhfError, ValueError):
@@ -41,7 +42,7 @@ def pick_device(name: str = "auto") -> torch.device:
     quarter of it unused (docs/gpu.md). What the user has set stays.
     """
     if not any(setting in os.environ for setting in ALLOCATOR_SETTINGS):
-        os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"  # read as CUDA starts
+        os.environ |= dict.fromkeys(ALLOCATOR_SETTINGS, "expandable_segments:True")
     if name != "auto":
         try:
             device = torch.device(name)
