@@ -13,26 +13,25 @@ from evidence.tables import number, points, table
 from marlhf.runs.atomic import read_jsonl
 
 TASKS = {"fix": "MBPP, `fix-code`", "python": "GSM8K, `python`"}
-METHODS = {"turns": "PPO over turns, lambda .95", "rloo": "RLOO, 4 samples"}
+METHODS = {"turns": "PPO over turns", "rloo": "RLOO"}
 FILES = {"fix": "fix-code", "python": "python"}
 """How the environment of a task is called in the names of evaluations."""
 LAST = 40
 
 
 def runs(results: Results) -> str:
-    """Every task and method: solved before, half-way and at the end, sampled and greedy."""
+    """Every task and method: solved before and after, sampled and greedy, and at what cost."""
     rows: list[list[str]] = []
     for task, label in TASKS.items():
         before, first_cell = greedy(results, "start", task), label
         for method, name in METHODS.items():
             full = f"{task}-{method}"
             [run] = results.runs[full, ""]
-            shares = [f"{results.mean(solved, full, '', step):.1%}" for step in (0, 20, LAST)]
+            shares = [f"{results.mean(solved, full, '', step):.1%}" for step in (0, LAST)]
             after = greedy(results, full, task)
             both = "" if math.isnan(after) else f"{before:.1%} to {after:.1%}"
             over = results.difference(solved, full, f"{task}-rloo", "", LAST)
             critic = [v for step, _, v in run.curve("rl/explained_variance") if step > LAST - 10]
-            turns = [value for _, _, value in run.curve("eval/turns")]
             rows.append(
                 [
                     first_cell,
@@ -42,15 +41,14 @@ def runs(results: Results) -> str:
                     over.text(points) if over and method != "rloo" else "",
                     number(results.mean(score, full, "", LAST)),
                     number(median(critic)) if critic else "",
-                    number(turns[-1], 2),
                     number(results.mean(kl, full, "", LAST), 1),
                     number(results.mean(length, full, "", LAST), 0),
                     number(run.seconds or math.nan, 0),
                 ]
             )
             first_cell = ""
-    head = ["before", "after 20", "after 40", "greedy", "over RLOO", "reward", "critic explains"]
-    return table(["task", "credit", *head, "turns", "KL", "tokens", "seconds"], rows)
+    head = ["before", "after", "greedy", "over RLOO", "reward", "critic explains"]
+    return table(["task", "credit", *head, "KL", "tokens", "seconds"], rows)
 
 
 def greedy(results: Results, name: str, task: str) -> float:

@@ -164,6 +164,14 @@ def test_a_single_setting_is_compared_with_the_model_before_rl(policy):
     assert lines[1].startswith("The learnt score: better, +1.00 [")
 
 
+def test_a_run_that_was_stopped_before_it_learnt_is_not_compared(policy, make_run):
+    rows = [{"step": 0, "scores": list(SPREAD), "kl": [0.0] * 4}]
+    begun = make_run("n5", config={"segmenter": {"type": "ngram", "n": 5}}, evaluations=rows)
+    alone = all_lines(policy(1, 0.5))
+    assert all_lines(policy(1, 0.5), begun) == alone
+    assert not any("n5" in line for line in alone)
+
+
 def test_settings_that_were_scored_otherwise_are_not_compared(policy):
     assert lines_of(policy(1, 1.0, reward_model="a/x"), policy(5, 2.0, reward_model="b/y")) == []
 

@@ -31,8 +31,13 @@ def final_score(group: Group, field: str = "score") -> Interval:
 
 
 def scored(groups: Sequence[Group]) -> list[Group]:
-    """The groups that were evaluated."""
-    return [group for group in groups if math.isfinite(final_score(group).mean)]
+    """The groups that were evaluated after some training."""
+    return [each for each in groups if math.isfinite(final_score(each).mean) and _trained(each)]
+
+
+def _trained(group: Group) -> bool:
+    steps = [evaluation.step for run in group.runs for evaluation in run.evaluations]
+    return max(steps + [point.step for point in group.curve("eval/score")], default=0) > 0
 
 
 def _final_rows(group: Group, field: str) -> list[list[float]]:
