@@ -135,7 +135,7 @@ def test_an_independent_judge_comes_before_any_learnt_score(policy):
 
 
 def test_a_reward_model_that_was_not_trained_on_is_independent(policy):
-    config = {"reward_model": "runs/reward/model"}
+    config = {"reward_model": "runs/reward/model", "environment": "guess"}
     folders = [policy(n, 1.0, **config) for n in (1, 5)]
     for n, folder in zip((1, 5), folders):
         (folder / "evaluation").mkdir()
@@ -143,7 +143,11 @@ def test_a_reward_model_that_was_not_trained_on_is_independent(policy):
             {
                 "key": str(i),
                 "setting": "",
-                "scores": {"reward": float(n), "other": 0.1 * n + x + 0.001 * n * i},
+                "scores": {
+                    "environment": float(n),
+                    "reward": float(n),
+                    "other": 0.1 * n + x + 0.001 * n * i,
+                },
             }
             for i, x in enumerate(SPREAD)
         ]
@@ -153,7 +157,7 @@ def test_a_reward_model_that_was_not_trained_on_is_independent(policy):
     assert lines[0].startswith(
         f"{ENDED} better than n1 by other, which was not trained on: +0.41 ["
     )
-    assert not any(line.startswith("Reward,") for line in lines)
+    assert not any(line.startswith(("Reward,", "Environment,")) for line in lines)
 
 
 def test_a_single_setting_is_compared_with_the_model_before_rl(policy):
@@ -174,6 +178,18 @@ def test_a_run_that_was_stopped_before_it_learnt_is_not_compared(policy, make_ru
 
 def test_settings_that_were_scored_otherwise_are_not_compared(policy):
     assert lines_of(policy(1, 1.0, reward_model="a/x"), policy(5, 2.0, reward_model="b/y")) == []
+
+
+def test_runs_of_two_tasks_are_compared_each_with_their_own(policy):
+    first, second = {"reward_model": "a/x"}, {"reward_model": "b/y"}
+    [one, _, two] = lines_of(
+        policy(1, 1.0, **first),
+        policy(2, 9.0, **second),
+        policy(5, 2.0, **first),
+        policy(7, 8.0, **second),
+    )[:3]
+    assert one.startswith("In these runs, n5 ended better than n1 by the learnt score")
+    assert two.startswith("In these runs, n7 ended worse than n2 by the learnt score")
 
 
 def test_of_many_settings_the_best_is_compared(policy):

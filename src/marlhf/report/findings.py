@@ -68,14 +68,17 @@ class Criterion:
 
 
 def answer(policies: Sequence[Group]) -> Markup:
-    """Every other group against the baseline; a single group against the model before RL."""
+    """Every other group against its baseline; a single group against the model before RL."""
     groups = measures.scored(policies)
     if len(groups) == 1:
         compared = [(_since_start(groups[0]), groups[0].label, "the model before RL")]
     else:
-        groups = [*groups[:1], *compared_with_baseline(policies)]
+        families = [[family[0], *_in_answer(family)] for family in _families(groups)]
+        groups = [group for family in families if len(family) > 1 for group in family]
         compared = [
-            (criteria_between(groups[0], each), each.label, groups[0].label) for each in groups[1:]
+            (criteria_between(base, each), each.label, base.label)
+            for base, *others in families
+            for each in others
         ]
     where, fewest = "", min((group.num_seeds for group in groups), default=0)
     if fewest == 1:  # one seed does not tell how another training would end
@@ -85,6 +88,27 @@ def answer(policies: Sequence[Group]) -> Markup:
         return Markup()
     changes = _changes(groups) if len(groups) > 1 else []
     return part("answers", changes, blocks, where, measures.over_what(groups[0]), few_seeds(fewest))
+
+
+def _families(groups: Sequence[Group]) -> list[list[Group]]:
+    """Groups whose scores are on one scale, each family with its baseline first."""
+    families: list[list[Group]] = []
+    for group in groups:
+        for family in families:
+            if measured_alike(family[0], group):
+                family.append(group)
+                break
+        else:
+            families.append([group])
+    return families
+
+
+def _in_answer(family: Sequence[Group]) -> list[Group]:
+    """Those that the first lines compare with the baseline: all of a few, the best of many."""
+    others = list(family[1:])
+    if len(others) < MAX_COMPARED:
+        return others
+    return [max(others, key=lambda group: measures.final_score(group).mean)]
 
 
 def _changes(groups: Sequence[Group]) -> list[tuple[Sequence[str], ...]]:
@@ -101,15 +125,6 @@ def _changes(groups: Sequence[Group]) -> list[tuple[Sequence[str], ...]]:
     for name, both in sorted(sides.items(), key=lambda side: side[0] != GOLD):
         together.setdefault(tuple(map(tuple, both)), []).append(name)
     return [(names, raised, others) for (raised, others), names in together.items()]
-
-
-def compared_with_baseline(policies: Sequence[Group]) -> list[Group]:
-    """The groups that the first lines compare with the baseline: all of a few, the best of many."""
-    groups = measures.scored(policies)
-    alike = [group for group in groups[1:] if measured_alike(groups[0], group)]
-    if len(alike) < MAX_COMPARED:
-        return alike
-    return [max(alike, key=lambda group: measures.final_score(group).mean)]
 
 
 def criteria_between(base: Group, group: Group) -> list[Criterion]:
@@ -213,11 +228,12 @@ def _paired_scores(lines: Sequence[dict[str, Any]], judge: str, keys: set[str]) 
 
 
 def _rewards(group: Group) -> set[str]:
-    """Paths of the reward models and functions that a setting was trained on."""
+    """Paths of the reward models and functions that a setting was trained on, and environments."""
     rewards: set[str] = set()
     for run in group.runs:
         path = str(run.config.get("reward_model") or "").rstrip("/").removesuffix("/model")
-        rewards |= {path, *map(str, run.config.get("reward_funcs") or ())} - {""}
+        played = "environment" if run.config.get("environment") else ""
+        rewards |= {path, played, *map(str, run.config.get("reward_funcs") or ())} - {""}
     return rewards
 
 
@@ -259,11 +275,11 @@ def shows(policies: list[Group]) -> list[str]:
             _hacking(group),
             part("little_to_learn", group.label, mean(alike)),
         ]
-    in_answer = compared_with_baseline(policies)
-    for group in policies[1:]:
-        if measured_alike(policies[0], group):
+    for family in _families(measures.scored(policies)):
+        in_answer = _in_answer(family)
+        for group in family[1:]:
             # The first lines of the page have the difference in score of these.
-            sentences += _compare(policies[0], group, with_score=group not in in_answer)
+            sentences += _compare(family[0], group, with_score=group not in in_answer)
     return [sentence for sentence in sentences if sentence]
 
 
