@@ -70,19 +70,16 @@ class Criterion:
 def answer(policies: Sequence[Group]) -> Markup:
     """Every other group against its baseline; a single group against the model before RL."""
     groups = measures.scored(policies)
+    families = [[family[0], *_in_answer(family)] for family in _families(groups)]
+    pairs = [(base, each) for base, *others in families for each in others]
+    compared = [(criteria_between(base, each), each.label, base.label) for base, each in pairs]
     if len(groups) == 1:
         compared = [(_since_start(groups[0]), groups[0].label, "the model before RL")]
     else:
-        families = [[family[0], *_in_answer(family)] for family in _families(groups)]
         groups = [group for family in families if len(family) > 1 for group in family]
-        compared = [
-            (criteria_between(base, each), each.label, base.label)
-            for base, *others in families
-            for each in others
-        ]
-    where, fewest = "", min((group.num_seeds for group in groups), default=0)
-    if fewest == 1:  # one seed does not tell how another training would end
-        where = "In this run" if len(groups) == 1 else "In these runs"
+    fewest = min((group.num_seeds for group in groups), default=0)
+    # One seed does not tell how another training would end.
+    where = ("In this run" if len(groups) == 1 else "In these runs") if fewest == 1 else ""
     blocks = [each for each in compared if each[0]]
     if not blocks:
         return Markup()
@@ -92,15 +89,11 @@ def answer(policies: Sequence[Group]) -> Markup:
 
 def _families(groups: Sequence[Group]) -> list[list[Group]]:
     """Groups whose scores are on one scale, each family with its baseline first."""
-    families: list[list[Group]] = []
+    families: dict[int, list[Group]] = {}
     for group in groups:
-        for family in families:
-            if measured_alike(family[0], group):
-                family.append(group)
-                break
-        else:
-            families.append([group])
-    return families
+        first = next(i for i, other in enumerate(groups) if measured_alike(other, group))
+        families.setdefault(first, []).append(group)
+    return [*families.values()]
 
 
 def _in_answer(family: Sequence[Group]) -> list[Group]:
@@ -276,10 +269,9 @@ def shows(policies: list[Group]) -> list[str]:
             part("little_to_learn", group.label, mean(alike)),
         ]
     for family in _families(measures.scored(policies)):
-        in_answer = _in_answer(family)
         for group in family[1:]:
             # The first lines of the page have the difference in score of these.
-            sentences += _compare(family[0], group, with_score=group not in in_answer)
+            sentences += _compare(family[0], group, with_score=group not in _in_answer(family))
     return [sentence for sentence in sentences if sentence]
 
 
