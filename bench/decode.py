@@ -38,6 +38,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from marlhf.models.base import pick_device
 from marlhf.models.compile import compile_blocks
 from marlhf.rollout.engine import Engine, Rollout, Sampling
 from marlhf.rollout.native import DecoderClass, NativeEngine
@@ -119,7 +120,7 @@ def main() -> None:
     parser.add_argument("--vllm-url", default="", help="address of a vLLM server")
     parser.add_argument("--only", nargs="+", help="systems to measure, by the start of their name")
     args = parser.parse_args()
-    shape, device = SHAPES[args.shape], torch.device("cuda" if gpu else "cpu")
+    shape, device = SHAPES[args.shape], pick_device("cuda" if gpu else "cpu")
     given = {name: getattr(args, name) for name in ("rows", "prompt", "mean", "longest")}
     shape = replace(shape, **{name: value for name, value in given.items() if value})
     torch.manual_seed(0)

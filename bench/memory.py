@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import ppo_step
 
 from marlhf.core import NGram
+from marlhf.models.base import pick_device
 from marlhf.rollout import native
 from marlhf.runtime.memory_plan import GIB
 
@@ -99,6 +100,7 @@ def in_a_process(key: str, args: argparse.Namespace) -> str:
 
 def measure(setting: Setting, tiny: bool, card: float | None) -> dict[str, float]:
     """Build the models, take some steps, and measure the last ones."""
+    device = pick_device("cpu" if tiny else "cuda")
     if card is not None:  # the GPU's own size is all that tells it from such a card
         native.total_memory = ppo_step.total_memory = lambda _: int(card * 1e9)
     if card is not None and not tiny:
@@ -108,7 +110,6 @@ def measure(setting: Setting, tiny: bool, card: float | None) -> dict[str, float
     if tiny:
         small = ppo_step.SHAPES["tiny"]
         shape = replace(small, lora=shape.lora, quantize=shape.quantize, rows=4)
-    device = torch.device("cpu" if tiny else "cuda")
     defaults = {
         "budget": None,
         "optimizer": "adamw",

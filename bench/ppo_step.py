@@ -45,7 +45,13 @@ from marlhf.config.stage import LoRA
 from marlhf.core import NGram, Perplexity, RandomNGram, Vocabulary
 from marlhf.data import DataConfig, Row
 from marlhf.models.adapters import FrozenBaseModel
-from marlhf.models.base import cast_linear_layers, cast_trained_weights, frozen_dtype, offload
+from marlhf.models.base import (
+    cast_linear_layers,
+    cast_trained_weights,
+    frozen_dtype,
+    offload,
+    pick_device,
+)
 from marlhf.models.compile import compile_blocks
 from marlhf.models.forward import choose_passes
 from marlhf.models.tiny import tiny_tokenizer
@@ -194,7 +200,7 @@ def main() -> None:
     shape = SHAPES[args.shape]
     varied = args.lengths == "tldr"
     shape = replace(shape, **TLDR) if varied else shape
-    device = torch.device("cuda" if gpu else "cpu")
+    device = pick_device("cuda" if gpu else "cpu")
     if args.trl_only:
         print(json.dumps(trl_times(shape, device, args.steps, None)))
         return

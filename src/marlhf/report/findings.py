@@ -70,7 +70,7 @@ class Criterion:
 def answer(policies: Sequence[Group]) -> Markup:
     """Every other group against its baseline; a single group against the model before RL."""
     groups = measures.scored(policies)
-    families = [[family[0], *_in_answer(family)] for family in _families(groups)]
+    families = [[family[0], *_in_answer(family[1:])] for family in _families(groups)]
     pairs = [(base, each) for base, *others in families for each in others]
     compared = [(criteria_between(base, each), each.label, base.label) for base, each in pairs]
     if len(groups) == 1:
@@ -96,9 +96,8 @@ def _families(groups: Sequence[Group]) -> list[list[Group]]:
     return [*families.values()]
 
 
-def _in_answer(family: Sequence[Group]) -> list[Group]:
+def _in_answer(others: list[Group]) -> list[Group]:
     """Those that the first lines compare with the baseline: all of a few, the best of many."""
-    others = list(family[1:])
     if len(others) < MAX_COMPARED:
         return others
     return [max(others, key=lambda group: measures.final_score(group).mean)]
@@ -269,9 +268,10 @@ def shows(policies: list[Group]) -> list[str]:
             part("little_to_learn", group.label, mean(alike)),
         ]
     for family in _families(measures.scored(policies)):
+        in_answer = _in_answer(family[1:])
         for group in family[1:]:
             # The first lines of the page have the difference in score of these.
-            sentences += _compare(family[0], group, with_score=group not in _in_answer(family))
+            sentences += _compare(family[0], group, with_score=group not in in_answer)
     return [sentence for sentence in sentences if sentence]
 
 
